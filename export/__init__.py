@@ -1,0 +1,1 @@
+"""From eager maths to ExecuTorch block programs in a bundle."""

@@ -1,0 +1,218 @@
+"""Turns one block function per kind into two methods, and the loss into a third. Where a block becomes a program.
+
+    <kind>_forward (conditioning, weights, lora, hidden)               -> hidden
+    <kind>_backward(conditioning, weights, lora, hidden, grad_output)  -> grad_hidden, grad of each LoRA matrix
+    loss           (conditioning, weights, hidden, tail_residual, target) -> loss, grad_hidden
+
+Backward recomputes the block inside (checkpointing at block grain). Shapes are static; weights are inputs, so a program
+is made once per kind, whatever the depth.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from export.ops import FrozenLinears
+from runtime.errors import ExportError
+from runtime.manifest import Role, TensorSpec
+from runtime.tensor_file import DTYPE_NAMES
+
+Tensors = Mapping[str, Tensor]
+BlockFunction = Callable[[Tensor, Tensors, Tensors, FrozenLinears], Tensor]
+"""(hidden (T, D), conditioning, weights, linear layers) -> hidden (T, D)."""
+PredictFunction = Callable[[Tensor, Tensors, Tensors], Tensor]
+"""(hidden (T, D) after the last block, conditioning, weights) -> prediction, of the target's shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockKind:
+    """What the programs of one kind of block are made from. The tensors are examples: their shapes and dtypes count."""
+
+    name: str
+    """Prefix of the methods, e.g. `sana_block`."""
+    function: BlockFunction
+    hidden: Tensor
+    """(T, D) float32."""
+    conditioning: Tensors
+    weights: Tensors
+    lora: Tensors
+    """`<layer>.lora_A` (R, I) and `<layer>.lora_B` (O, R)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossHead:
+    """What the `loss` method is made from: the base's output layers and an example target."""
+
+    function: PredictFunction
+    hidden: Tensor
+    conditioning: Tensors
+    weights: Tensors
+    target: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An exported graph and its contract."""
+
+    program: ExportedProgram
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sources: Mapping[str, str]
+    """Traced node name to the line of model code it came from, for error messages."""
+
+    def source_of(self, node: torch.fx.Node) -> str:
+        """The line of model code behind a node, through the second trace and any decomposition."""
+        traced = re.findall(r"^\s*(\w+) = ", node.meta.get("stack_trace") or "", re.MULTILINE)
+        return next((self.sources[name] for name in reversed(traced) if name in self.sources), "its block function")
+
+
+def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
+    """Exports `<kind>_forward` and `<kind>_backward`.
+
+    Args:
+        kind: Function and example tensors.
+        lora_scale: alpha / rank, a constant of the graph.
+    """
+    groups: list[tuple[Role, Tensors]] = [
+        ("conditioning", kind.conditioning),
+        ("weight", kind.weights),
+        ("lora", kind.lora),
+        ("state", {"hidden": kind.hidden}),
+    ]
+    names = [list(tensors) for _, tensors in groups]
+
+    def unflatten(flat: tuple[Tensor, ...]) -> list[dict[str, Tensor]]:
+        values = iter(flat)
+        return [{name: next(values) for name in group} for group in names]
+
+    def forward(*flat: Tensor) -> tuple[Tensor]:
+        conditioning, weights, lora, state = unflatten(flat)
+        return (kind.function(state["hidden"], conditioning, weights, FrozenLinears(weights, lora, lora_scale)),)
+
+    def backward(*flat: Tensor) -> tuple[Tensor, ...]:
+        conditioning, weights, lora, state = unflatten(flat[:-1])
+        lora = {name: value.detach().requires_grad_(True) for name, value in lora.items()}
+        hidden = state["hidden"].detach().requires_grad_(True)
+        output = kind.function(hidden, conditioning, weights, FrozenLinears(weights, lora, lora_scale))
+        return torch.autograd.grad(output, [hidden, *lora.values()], flat[-1])
+
+    inputs = _specs(groups)
+    examples = tuple(value for _, tensors in groups for value in tensors.values())
+    state_spec = _specs([("state", {"hidden": kind.hidden})])
+    gradient: list[tuple[Role, Tensors]] = [("gradient", {"grad_output": kind.hidden})]
+    gradients: list[tuple[Role, Tensors]] = [
+        ("gradient", {"grad_hidden": kind.hidden} | {f"grad.{name}": value for name, value in kind.lora.items()})
+    ]
+    return {
+        f"{kind.name}_forward": _export(forward, examples, inputs, state_spec, kind.name),
+        f"{kind.name}_backward": _export(
+            backward, (*examples, kind.hidden), inputs + _specs(gradient), _specs(gradients), kind.name
+        ),
+    }
+
+
+def loss_method(head: LossHead) -> dict[str, Method]:
+    """Exports `loss`: mean squared error between prediction and target, and its gradient with respect to the hidden
+    state before the tail. The tail's part is the stored residual."""
+    groups: list[tuple[Role, Tensors]] = [
+        ("conditioning", head.conditioning),
+        ("weight", head.weights),
+        ("state", {"hidden": head.hidden}),
+        ("tail_residual", {"tail_residual": head.hidden}),
+        ("target", {"target": head.target}),
+    ]
+    num_conditioning, num_weights = len(head.conditioning), len(head.weights)
+
+    def loss(*flat: Tensor) -> tuple[Tensor, Tensor]:
+        conditioning = dict(zip(head.conditioning, flat[:num_conditioning], strict=True))
+        weights = dict(zip(head.weights, flat[num_conditioning : num_conditioning + num_weights], strict=True))
+        hidden, tail_residual, target = flat[-3:]
+        hidden = hidden.detach().requires_grad_(True)
+        prediction = head.function(hidden + tail_residual, conditioning, weights)
+        value = (prediction - target).pow(2).mean()
+        (gradient,) = torch.autograd.grad(value, [hidden])
+        return value.detach(), gradient
+
+    outputs: list[tuple[Role, Tensors]] = [
+        ("loss", {"loss": torch.zeros(())}),
+        ("gradient", {"grad_hidden": head.hidden}),
+    ]
+    examples = tuple(value for _, tensors in groups for value in tensors.values())
+    return {"loss": _export(loss, examples, _specs(groups), _specs(outputs), "loss")}
+
+
+class _Wrapper(torch.nn.Module):
+    """torch.export takes a module."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.graph_module(*inputs)
+
+
+def _export(
+    function: Callable[..., tuple[Tensor, ...]],
+    examples: tuple[Tensor, ...],
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    name: str,
+) -> Method:
+    """Traces through autograd, then exports. Tracing on fake tensors: no weight is read and nothing is computed."""
+    # Inference tensors and tensors that require a gradient would leak into the graph as constants.
+    examples = tuple(value.detach().contiguous() for value in examples)
+    graph = make_fx(function, tracing_mode="fake", record_stack_traces=True)(*examples)
+    sources = {node.name: source for node in graph.graph.nodes if (source := _last_frame(node))}
+    with torch.no_grad():
+        method = Method(torch.export.export(_Wrapper(graph), examples, strict=False), inputs, outputs, sources)
+    _require_closed(method, name)
+    return method
+
+
+def _last_frame(node: torch.fx.Node) -> str:
+    """`host/models/sana.py:97 in block: ...` of a traced node; frames of torch itself are skipped."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    ours = [frame for frame in frames if "site-packages" not in frame[0] and frame[2] not in ("forward", "backward")]
+    if not ours:
+        return ""
+    path, line, function, code = ours[-1]
+    return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}: {code.strip()}"
+
+
+def _require_closed(method: Method, name: str) -> None:
+    """Refuses graphs that captured a tensor or left a shape or dtype open.
+
+    Raises:
+        ExportError: Names the node, its operator and the line of model code it came from.
+    """
+    program = method.program
+    signature = program.graph_signature
+    captured = [*signature.parameters, *signature.buffers, *signature.lifted_tensor_constants]
+    values = {key: program.state_dict.get(key, program.constants.get(key)) for key in captured}
+    large = [key for key, value in values.items() if isinstance(value, Tensor) and value.numel() > 1]
+    if large:
+        raise ExportError(f"{name}: the graph holds tensors {large} as constants; pass them as weights.")
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(tensor, Tensor) and (
+                any(not isinstance(size, int) for size in tensor.shape) or tensor.dtype == torch.float64
+            ):
+                raise ExportError(
+                    f"{name}: {node.target} gives {tensor.dtype} {tuple(tensor.shape)}: shapes must be static and dtypes "
+                    f"at most 32 bits wide. It comes from {method.source_of(node)}"
+                )
+
+
+def _specs(groups: list[tuple[Role, Tensors]]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=name, role=role, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape))  # type: ignore[arg-type]
+        for role, tensors in groups
+        for name, value in tensors.items()
+    )

@@ -1,0 +1,122 @@
+"""Lowers exported methods to one ExecuTorch program file. The only file that touches `executorch.exir` (pinned).
+
+Writes `programs.pte`; refuses operators the runtime does not have, by name, before anything runs on a phone.
+"""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+
+from export.block_programs import Method
+from runtime import atomic
+from runtime.errors import ExportError
+from runtime.manifest import MethodSpec, ProgramSpec
+from runtime.programs import portable_lib
+
+Backend = Literal["xnnpack", "portable"]
+VERSION = metadata.version("executorch")
+FILE_NAME = "programs.pte"
+MAX_PROGRAM_BYTES = 1_000_000
+
+# Called by ExecuTorch itself; they need no kernel.
+BUILT_IN = ("executorch_call_delegate", "executorch_prim::", "_operator::")
+
+
+def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> ProgramSpec:
+    """Writes all methods into one program file.
+
+    Args:
+        methods: Exported graphs by method name.
+        path: The `.pte` to write.
+        backend: `xnnpack` hands element-wise chains and products of two inputs to XNNPACK; `portable` uses the built-in
+            kernels only.
+
+    Returns:
+        The file's description for the manifest, planned bytes per method included.
+
+    Raises:
+        ExportError: An operator has no kernel in the runtime, or the program holds more than code.
+    """
+    partitioner = []
+    if backend == "xnnpack":
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+        partitioner = [XnnpackPartitioner()]
+    with _quiet():
+        edge = to_edge_transform_and_lower(
+            {name: method.program for name, method in methods.items()},
+            partitioner=partitioner,
+            # The graphs hold gradients, which are outside the core ATen set that this validity check knows.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        for name, method in methods.items():
+            _require_kernels(name, method, edge.exported_program(name))
+        lowered = edge.to_executorch(
+            # With planned inputs every call would copy the weights into the arena.
+            ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False))
+        )
+    if len(lowered.buffer) > MAX_PROGRAM_BYTES:
+        raise ExportError(
+            f"{path.name} is {len(lowered.buffer)} bytes, more than {MAX_PROGRAM_BYTES}: a weight was captured as a constant."
+        )
+    atomic.write_bytes(path, lowered.buffer)
+    planned = {plan.name: sum(plan.non_const_buffer_sizes) for plan in lowered.executorch_program.execution_plan}
+    return ProgramSpec(
+        file=path.name,
+        backend=backend,
+        methods={
+            name: MethodSpec(inputs=method.inputs, outputs=method.outputs, planned_bytes=planned[name])
+            for name, method in methods.items()
+        },
+    )
+
+
+def runtime_operators() -> frozenset[str]:
+    """Names of the kernels registered in the runtime, e.g. `aten::mm.out`."""
+    return frozenset(portable_lib._get_operator_names())
+
+
+def operator_counts(methods: Mapping[str, Method]) -> dict[str, Counter[str]]:
+    """How often each operator stands in each exported graph, for tests and for reading."""
+    return {
+        name: Counter(str(node.target) for node in method.program.graph.nodes if node.op == "call_function")
+        for name, method in methods.items()
+    }
+
+
+def _require_kernels(name: str, method: Method, program: torch.export.ExportedProgram) -> None:
+    """Refuses operators without a kernel before anything runs on a phone.
+
+    Raises:
+        ExportError: Names each operator and the line of model code it comes from.
+    """
+    stems = {kernel.rsplit(".", 1)[0] for kernel in runtime_operators()}
+    faults = set()
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema and not schema.name.startswith(BUILT_IN) and schema.name not in stems:
+            faults.add(f"{schema.name}.{schema.overload_name or 'default'} in {method.source_of(node)}")
+    if faults:
+        raise ExportError(
+            f"{name}: the ExecuTorch runtime has no kernel for {'; '.join(sorted(faults))}. Write the operation with "
+            "others, as export/ops.py does for silu, attention and padding."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lowering logs a page per method."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(previous)

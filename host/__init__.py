@@ -1,0 +1,1 @@
+"""The workstation: photos to bundle, and adapter to pictures."""

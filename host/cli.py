@@ -1,0 +1,335 @@
+"""The command `pocketdit`: subcommands in pipeline order. Results are printed, diagnostics logged; `--json` ends with one
+JSON object.
+
+Each command imports what it needs: `train` must not carry the workstation's libraries in its memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from host.config import Config, read_tables, resolve
+from runtime import __version__
+from runtime.errors import BudgetExceededError, NonFiniteLossError, PocketDiTError
+from runtime.manifest import TrainingSpec, read_manifest
+from runtime.schema import encode
+
+MIB = 1024 * 1024
+EXIT_REFUSED, EXIT_STOPPED = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 stopped on the way, 2 refused."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # Libraries announce what they are not; none of it concerns the user.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    try:
+        result = options.run(options)
+    except (BudgetExceededError, NonFiniteLossError) as error:
+        print(f"pocketdit {options.command}: {error}", file=sys.stderr)
+        return EXIT_STOPPED
+    except (PocketDiTError, ValueError, FileNotFoundError) as error:
+        print(f"pocketdit {options.command}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False))
+    return EXIT_STOPPED if result.get("status") == "stopped" else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pocketdit", description="Teach a diffusion transformer a subject on a phone."
+    )
+    parser.add_argument("--version", action="version", version=f"pocketdit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], dict[str, Any]], text: str, example: str) -> Any:
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="end with one line of JSON")
+        return sub
+
+    def settings(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [export], [train], [generate]")
+        sub.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any setting")
+
+    sub = command(
+        "doctor", _doctor, "Says of each photo whether it is usable, and why not.", "pocketdit doctor photos/dog"
+    )
+    sub.add_argument("photos", type=Path, help="folder of photos")
+    sub.add_argument("--prompt", help="instance prompt for photos without a caption")
+    sub.add_argument("--min-side", type=int, default=512, help="shorter side below which a photo is scaled up (512)")
+
+    sub = command(
+        "export",
+        _export,
+        "Makes a bundle from photos, model, prompt and cut.",
+        'pocketdit export photos/dog -o bundles/dog --prompt "a photo of sks dog" --cut 4,3',
+    )
+    sub.add_argument("photos", type=Path, help="folder of photos")
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
+    sub.add_argument("--model", help="folder in diffusers' layout, hub id, or tiny-base (default)")
+    sub.add_argument("--prompt", help="instance prompt for photos without a caption")
+    sub.add_argument("--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail")
+    sub.add_argument("--samples", type=int, help="size of the pool of patch samples (256)")
+    sub.add_argument("--dry-run", action="store_true", help="check everything, print sizes, write nothing")
+    settings(sub)
+
+    sub = command(
+        "train", _train, "Trains from a bundle; the same command resumes.", "pocketdit train bundles/dog --run runs/dog"
+    )
+    sub.add_argument("bundle", type=Path, help="bundle folder")
+    sub.add_argument("--run", dest="run_dir", type=Path, help="run folder (runs/<bundle name>)")
+    sub.add_argument("--steps", type=int, help="optimizer steps")
+    sub.add_argument("--budget", type=int, metavar="MIB", help="most private memory beyond the idle process, MiB")
+    sub.add_argument("--dry-run", action="store_true", help="check the bundle, print the plan, write nothing")
+    settings(sub)
+
+    sub = command(
+        "generate",
+        _generate,
+        "Draws pictures with the base and with the adapter from the same noise.",
+        'pocketdit generate runs/dog --prompt "sks dog on the beach" --seeds 0,1',
+    )
+    sub.add_argument("run_dir", type=Path, metavar="run", help="run folder")
+    sub.add_argument("--prompt", action="append", help="what to draw; may be given several times")
+    sub.add_argument("--seeds", type=_integers, metavar="S,S", help="seeds per prompt (0,1)")
+    sub.add_argument("--dry-run", action="store_true", help="check the run, print what would be drawn, draw nothing")
+    settings(sub)
+
+    sub = command("report", _report, "Writes a self-contained report.html of a run.", "pocketdit report runs/dog")
+    sub.add_argument("run_dir", type=Path, metavar="run", help="run folder")
+    sub.add_argument("-o", "--output", type=Path, help="file to write (report.html in the run folder)")
+
+    sub = command(
+        "demo",
+        _demo,
+        "The whole path on the embedded model and its sample subject.",
+        "pocketdit demo --output runs/demo",
+    )
+    sub.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), help="folder to write (runs/demo)")
+    sub.add_argument("--steps", type=int, help="optimizer steps")
+    sub.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    return parser
+
+
+def _config(options: argparse.Namespace, **flags: Any) -> Config:
+    """File, then --set, then the command's own flags; flags are given as section__key and None means not given."""
+    tables = read_tables(options.config, options.set)
+    for name, value in flags.items():
+        section, _, key = name.partition("__")
+        if value is not None:
+            tables.setdefault(section, {})[key] = value
+    return resolve(tables, str(options.config or "settings"))
+
+
+def _doctor(options: argparse.Namespace) -> dict[str, Any]:
+    from host.photos import doctor_table, inspect_photos
+
+    rows = inspect_photos(options.photos, min_side=options.min_side, instance_prompt=options.prompt)
+    if not options.json:
+        print(doctor_table(rows))
+    return {"photos": [encode(row) for row in rows], "accepted": sum(row.accepted for row in rows)}
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    config = _config(
+        options,
+        export__model=options.model,
+        export__prompt=options.prompt,
+        export__cut=options.cut,
+        export__samples=options.samples,
+    )
+    from host.exporter import Exporter
+
+    say = _printer(options)
+    exporter = Exporter(config, options.photos, options.output)
+    plan = exporter.plan()
+    say(
+        f"{plan.model} ({plan.family}), {plan.num_blocks} blocks, cut {plan.cut[0]},{plan.cut[1]}; {len(plan.photos)} photos"
+    )
+    say(
+        f"patches {plan.patch_side} px of {plan.image_side} px, {plan.samples} samples: {plan.sample_bytes / MIB:.1f} MiB"
+    )
+    say(f"weights {plan.weight_bytes / MIB:.1f} MiB, samples {plan.sample_bytes / MIB:.1f} MiB on flash")
+    if options.dry_run:
+        return {"status": "dry-run", "plan": encode(plan)}
+
+    def on_stage(name: str, cached: bool, seconds: float) -> None:
+        say(f"{name:<9} {'from the cache' if cached else f'{seconds:.1f} s'}")
+
+    manifest, errors, parity = exporter.run(on_stage)
+    if config.export.sample_dtype != "fp32":
+        say(
+            f"stored as {config.export.sample_dtype}, relative error: "
+            + ", ".join(f"{n} {e:.1e}" for n, e in errors.items())
+        )
+    say(f"parity: loss {parity.program_loss:.6f} through the programs, {parity.base_loss:.6f} in the base model")
+    size = sum(file.bytes for file in manifest.files.values())
+    say(f"bundle {options.output}: {size / MIB:.1f} MiB. Next: pocketdit train {options.output}")
+    return {
+        "status": "complete",
+        "bundle": str(options.output),
+        "bytes": size,
+        "plan": encode(plan),
+        "stored_error": errors,
+        "parity": dataclasses.asdict(parity),
+    }
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    tables = read_tables(options.config, options.set)
+    given = tables.get("train", {}) | ({"steps": options.steps} if options.steps is not None else {})
+    # The bundle's own settings are the defaults of this command.
+    bundle_settings = encode(read_manifest(options.bundle).training)
+    settings: TrainingSpec = resolve(
+        tables | {"train": bundle_settings | given}, str(options.config or "settings")
+    ).train
+    from runtime import trainer
+    from runtime.bundle import Bundle
+
+    say = _printer(options)
+    run_dir = options.run_dir or Path("runs") / options.bundle.resolve().name
+    if options.dry_run:
+        bundle = Bundle(options.bundle)
+        planned = trainer.planned_private_bytes(bundle)
+        say(f"{options.bundle} is whole: {len(bundle.manifest.blocks)} blocks, {bundle.manifest.samples.count} samples")
+        say(
+            f"{settings.steps} steps of {settings.accumulation} samples; planned private memory {planned / MIB:.1f} MiB"
+        )
+        return {"status": "dry-run", "planned_private_bytes": planned, "settings": encode(settings)}
+    stop = _stop_on_signal()
+    progress = _StepLine(settings.steps, show=not options.json)
+    run = trainer.train(
+        options.bundle,
+        run_dir,
+        settings,
+        budget_mib=options.budget,
+        on_step=progress,
+        should_stop=stop,
+    )
+    progress.close()
+    if run["status"] == "complete":
+        say(f"adapter {run_dir / trainer.ADAPTER}. Next: pocketdit generate {run_dir}")
+    else:
+        say(f"stopped at step {run['summary']['steps']}; the same command goes on from there.")
+    return run | {"run": str(run_dir)}
+
+
+def _generate(options: argparse.Namespace) -> dict[str, Any]:
+    config = _config(
+        options,
+        generate__prompts=options.prompt,
+        generate__seeds=options.seeds,
+    )
+    say = _printer(options)
+    if options.dry_run:
+        return {"status": "dry-run", "settings": encode(config.generate)}
+    from host.generate import generate
+
+    result = generate(options.run_dir, config.generate)
+    similarity = result["similarity"]
+    say(
+        f"pictures in {options.run_dir / 'pictures'}: subject similarity {similarity['base']:.3f} of the base, ", end=""
+    )
+    say(f"{similarity['adapter']:.3f} of the adapter. Next: pocketdit report {options.run_dir}")
+    return result
+
+
+def _report(options: argparse.Namespace) -> dict[str, Any]:
+    from host.report import summary_table, write_report
+
+    run_path = options.run_dir / "run.json"
+    if not run_path.is_file():
+        raise ValueError(
+            f"{options.run_dir} is not a run folder: it has no run.json. Train first with `pocketdit train`."
+        )
+    bundle_dir = Path(json.loads(run_path.read_text(encoding="utf-8"))["bundle"])
+    path = write_report(options.run_dir, bundle_dir, options.output)
+    say = _printer(options)
+    say(summary_table(options.run_dir))
+    say(f"report {path}")
+    return {"report": str(path)}
+
+
+def _demo(options: argparse.Namespace) -> dict[str, Any]:
+    from host.demo import run_demo
+
+    return run_demo(options.output, steps=options.steps, dry_run=options.dry_run, show=not options.json)
+
+
+def _printer(options: argparse.Namespace) -> Callable[..., None]:
+    return (lambda *args, **kwargs: None) if options.json else print
+
+
+class _StepLine:
+    """Prints a line for the first steps, then about one every two seconds."""
+
+    def __init__(self, steps: int, *, show: bool) -> None:
+        self._steps, self._show = steps, show
+        self._printed, self._started, self._first = 0.0, time.monotonic(), 0
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        self._first = self._first or step
+        now = time.monotonic()
+        eta_min = (now - self._started) / (step - self._first + 1) * (self._steps - step) / 60
+        if self._show and (now - self._printed >= 2 or step in (self._first, self._steps)):
+            self._printed = now
+            width = len(str(self._steps))
+            print(
+                f"step {step:0{width}d}/{self._steps} | loss {row['loss']:.4f} | {row['step_ms']:.0f} ms | "
+                f"peak {row['peak_private_bytes'] / MIB:.0f} MiB | eta {eta_min:.1f} min",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Nothing is left open; the last step was printed."""
+
+
+def _stop_on_signal() -> Callable[[], bool]:
+    """The first Ctrl-C or SIGTERM stops at the next step boundary with everything saved; a second one kills."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return lambda: bool(received)
+
+
+def _cut(text: str) -> tuple[int, int]:
+    values = _integers(text)
+    if len(values) != 2:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected two numbers such as 4,3")
+    return values[0], values[1]
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected whole numbers separated by commas") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

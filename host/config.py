@@ -1,0 +1,137 @@
+"""The settings of the workstation's commands: TOML in, flags override, unknown keys refused by name."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.errors import SchemaError
+from runtime.manifest import TrainingSpec
+from runtime.schema import decode
+
+PatchPolicy = Literal["low-to-high", "high-to-low", "random", "resize", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """What `export` does."""
+
+    model: str = "tiny-base"
+    """A folder in diffusers' layout, a hub id, or `tiny-base` for the embedded model."""
+    prompt: str | None = None
+    """Instance prompt for photos without a caption of their own."""
+    cut: tuple[int, int] | None = None
+    """Blocks skipped at the head and at the tail; None skips a quarter at either end."""
+    samples: int = 256
+    """Size of the pool of patch samples; training goes through it again and again."""
+    sample_dtype: Literal["bf16", "int8", "fp32"] = "bf16"
+    """How block inputs and tail residuals are stored; int8 has one scale a token."""
+    patch_policy: PatchPolicy = "low-to-high"
+    """How the crop depends on the noise: `low-to-high` takes large crops at high noise; `full` never crops."""
+    patch_side: int | None = None
+    """Side of the patches trained on, pixels; None is half of `image_side`."""
+    image_side: int | None = None
+    """Photos are scaled so that their shorter side has this many pixels; None is the model's own size."""
+    flip_probability: float = 0.0
+    """Chance that a patch is mirrored; leave 0 for subjects with writing on them."""
+    sigma_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
+    """How noise levels are drawn."""
+    sigma_shift: float = 1.0
+    """Shifts noise levels up, as large pictures need; 1 leaves them."""
+    background: tuple[int, int, int] = (255, 255, 255)
+    """What transparent photos are laid on, RGB."""
+    on_bad_photo: Literal["fail", "skip"] = "fail"
+    """Whether an unreadable photo stops the export or is left out, by name."""
+    lora_rank: int = 4
+    lora_alpha: float = 4.0
+    """The adapter's strength is alpha / rank."""
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Layers of the middle blocks that get LoRA; a name matches as in PEFT."""
+    backend: Literal["xnnpack", "portable"] = "xnnpack"
+    """Kernels of the block programs."""
+    batch_size: int = 8
+    """Samples the workstation computes at a time."""
+    seed: int = 0
+    """Every random choice of the export follows from it."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "lora_rank", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        for name in ("lora_alpha", "sigma_shift"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
+        if not 0 <= self.flip_probability <= 1:
+            raise ValueError(f"flip_probability: got {self.flip_probability}, expected 0 to 1")
+        if self.cut is not None and min(self.cut) < 0:
+            raise ValueError(f"cut: got {self.cut}, expected two numbers of blocks, 0 or more")
+        if not self.lora_targets:
+            raise ValueError("lora_targets: got none, expected at least one layer name")
+        if any(not 0 <= channel <= 255 for channel in self.background):
+            raise ValueError(f"background: got {self.background}, expected three numbers from 0 to 255")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """What `generate` draws."""
+
+    prompts: tuple[str, ...] = ()
+    """None asks for the instance prompt."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Each prompt is drawn with each seed, by the base and by the adapter from the same noise."""
+    steps: int = 24
+    """Denoising steps."""
+    guidance: float = 3.0
+    """Classifier-free guidance."""
+    image_side: int | None = None
+    """Side of the pictures, pixels; None is the model's own size."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps: got {self.steps}, expected at least 1")
+        if not self.seeds:
+            raise ValueError("seeds: got none, expected at least one")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One file for all stages; every command reads its own table."""
+
+    export: ExportConfig = field(default_factory=ExportConfig)
+    train: TrainingSpec = field(default_factory=TrainingSpec)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+
+def read_tables(config_path: Path | None, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Reads a TOML file and lays `section.key=value` overrides on it, values in TOML syntax (a bare word is a string).
+
+    Raises:
+        SchemaError: The file is missing or no TOML, or an override has another form.
+    """
+    tables: dict[str, Any] = {}
+    if config_path is not None:
+        try:
+            tables = tomllib.loads(config_path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SchemaError(f"{config_path}: cannot be read as TOML ({error}).") from None
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not equals or not dot or not name:
+            raise SchemaError(f"--set {override!r}: expected section.key=value, e.g. train.steps=200.")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        tables.setdefault(section, {})[name] = value
+    return tables
+
+
+def resolve(tables: Mapping[str, Any], where: str) -> Config:
+    """Checks the tables against the settings there are.
+
+    Raises:
+        SchemaError: Lists every unknown key and refused value.
+    """
+    return decode(Config, dict(tables), where)

@@ -1,0 +1,398 @@
+"""The export: photos, model, prompt and cut to a bundle, each stage cached. Where the pieces of the workstation meet.
+
+Reads photos and a model, writes a bundle folder. One command: `pocketdit export PHOTOS -o BUNDLE`.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from PIL import Image
+
+from export import block_programs, lower, ops, weights
+from export.bundle import assemble_bundle, require_replaceable
+from export.parity import Parity, check_parity
+from host import patches, residuals
+from host.cache import cached_stage, stage_key
+from host.config import Config, ExportConfig
+from host.models import ModelFolder
+from host.models.base import spatial_factor
+from host.photos import Photo, load_photos
+from runtime import __version__, manifest
+from runtime.bundle import sha256_file
+from runtime.sample_store import SCHEMA as SAMPLES_SCHEMA
+from runtime.sample_store import SampleStore
+from runtime.schema import encode
+
+PREVIEW_SIDE = 320
+CROPS_PREVIEW = "preview/crops.png"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportPlan:
+    """What an export will do, known before anything long starts."""
+
+    model: str
+    family: str
+    photos: tuple[str, ...]
+    cut: tuple[int, int]
+    num_blocks: int
+    patch_side: int
+    image_side: int
+    samples: int
+    sample_bytes: int
+    """Size of the sample store, bytes."""
+    weight_bytes: int
+    """Size of the middle blocks' weights, bytes, float32."""
+
+
+class Exporter:
+    """One export, from checked settings to a bundle."""
+
+    def __init__(self, config: Config, photos_dir: Path, bundle_dir: Path) -> None:
+        """Checks everything that can be checked without long work.
+
+        Raises:
+            ValueError: Photos, model, cut, sides or the target folder are unfit; nothing was written.
+        """
+        self.config, self.bundle_dir = config, bundle_dir
+        settings = config.export
+        require_replaceable(bundle_dir)
+        self.model = ModelFolder(settings.model)
+        self.transformer: Any = self.model.load("transformer")
+        self.blocks = self.model.adapter.blocks(self.transformer)
+        self.cut = settings.cut or (len(self.blocks) // 4, len(self.blocks) // 4)
+        if sum(self.cut) >= len(self.blocks):
+            raise ValueError(
+                f"cut {self.cut[0]},{self.cut[1]} leaves nothing to train: {settings.model} has {len(self.blocks)} blocks. "
+                f"Skip at most {len(self.blocks) - 1}."
+            )
+        self._resolve_sides()
+        self.photos: list[Photo] = load_photos(
+            photos_dir,
+            min_side=self.image_side,
+            instance_prompt=settings.prompt,
+            background=settings.background,
+            on_bad=settings.on_bad_photo,
+        )
+        self.middle = range(self.cut[0], len(self.blocks) - self.cut[1])
+        self.layers = {i: self._lora_layers(i) for i in self.middle}
+
+    def _resolve_sides(self) -> None:
+        settings = self.config.export
+        self.factor = spatial_factor(self.model.load("vae"))
+        self.multiple = self.factor * self.model.adapter.patch_size(self.model.config)
+        self.image_side = settings.image_side or self.model.config["sample_size"] * self.factor
+        full = settings.patch_policy == "full"
+        self.patch_side = settings.patch_side or (self.image_side if full else self.image_side // 2)
+        for name, side in (("patch_side", self.patch_side), ("image_side", self.image_side)):
+            if side < self.multiple or side % self.multiple:
+                raise ValueError(
+                    f"{name}: got {side}, expected a multiple of {self.multiple} (autoencoder x patch) pixels."
+                )
+        if self.patch_side > self.image_side:
+            raise ValueError(f"patch_side {self.patch_side} exceeds image_side {self.image_side}.")
+
+    def _lora_layers(self, index: int) -> list[str]:
+        return weights.lora_layers(
+            self.model.adapter.block_weights(self.transformer, index), self.config.export.lora_targets
+        )
+
+    def plan(self) -> ExportPlan:
+        """Sizes and settings, from one sample run through the model's shapes."""
+        out = self._example()
+        sample_bytes = self.config.export.samples * sum(
+            math.prod(value.shape[1:]) * residuals.stored_dtype(name, self.config.export.sample_dtype).itemsize
+            for name, value in self._sample_tensors(out).items()
+        )
+        weight_bytes = sum(
+            4 * value.numel()
+            for i in self.middle
+            for value in self.model.adapter.block_weights(self.transformer, i).values()
+        )
+        return ExportPlan(
+            model=self.model.name,
+            family=self.model.adapter.family,
+            photos=tuple(photo.name for photo in self.photos),
+            cut=self.cut,
+            num_blocks=len(self.blocks),
+            patch_side=self.patch_side,
+            image_side=self.image_side,
+            samples=self.config.export.samples,
+            sample_bytes=sample_bytes,
+            weight_bytes=weight_bytes,
+        )
+
+    def run(
+        self, on_stage: Callable[[str, bool, float], None]
+    ) -> tuple[manifest.BundleManifest, dict[str, float], Parity]:
+        """Makes the bundle.
+
+        Args:
+            on_stage: Called after each stage with its name, whether it came from the cache, and its seconds.
+
+        Returns:
+            The manifest, the relative storing error per sample tensor, and the parity with the base model.
+        """
+        state = PartialState()
+        base_hash = self.model.sha256()
+        samples_dir = self._stage("samples", self._samples_key(base_hash), self._make_samples, on_stage)
+        if not state.is_main_process:
+            # Shards of the other processes are in the stage's folder; the rest is the main process's work.
+            return None  # type: ignore[return-value]
+        weights_dir = self._stage("weights", self._weights_key(base_hash), self._make_weights, on_stage)
+        programs_dir = self._stage("programs", self._programs_key(), self._make_programs, on_stage)
+        start = time.perf_counter()
+        shards = sorted(samples_dir.glob("samples-*.safetensors"))
+        preview_dir = samples_dir / "preview"
+        parts = {shard.name: shard for shard in shards}
+        parts |= {f"preview/{path.name}": path for path in sorted(preview_dir.iterdir())}
+        parts |= {str(path.relative_to(weights_dir)): path for path in sorted(weights_dir.rglob("*.safetensors"))}
+        parts[lower.FILE_NAME] = programs_dir / lower.FILE_NAME
+        written = assemble_bundle(self.bundle_dir, parts, self._manifest(base_hash, shards, programs_dir))
+        parity = check_parity(self.bundle_dir)
+        on_stage("bundle", False, time.perf_counter() - start)
+        return written, json.loads((samples_dir / "errors.json").read_text()), parity
+
+    def _stage(
+        self,
+        name: str,
+        key: dict[str, Any],
+        build: Callable[[Path], None],
+        on_stage: Callable[[str, bool, float], None],
+    ) -> Path:
+        start = time.perf_counter()
+        folder, hit = cached_stage(name, key, build)
+        on_stage(name, hit, time.perf_counter() - start)
+        return folder
+
+    def _samples_key(self, base_hash: str) -> dict[str, Any]:
+        settings: dict[str, Any] = encode(self.config.export)
+        for irrelevant in ("model", "batch_size", "backend", "on_bad_photo", "lora_rank", "lora_alpha", "lora_targets"):
+            del settings[irrelevant]
+        return settings | {
+            "schema": SAMPLES_SCHEMA,
+            "transformer": base_hash,
+            "vae": self.model.sha256("vae"),
+            "text_encoder": self.model.sha256("text_encoder"),
+            "tokenizer": self.model.sha256("tokenizer"),
+            "photos": [[photo.name, photo.sha256, photo.caption] for photo in self.photos],
+            "cut": list(self.cut),
+            "sides": [self.patch_side, self.image_side, self.multiple],
+            "processes": PartialState().num_processes,
+            "version": __version__,
+        }
+
+    def _make_samples(self, folder: Path) -> None:
+        settings, state = self.config.export, PartialState()
+        plan = residuals.plan_samples(
+            self.photos,
+            count=settings.samples,
+            seed=settings.seed,
+            side_min=self.patch_side,
+            side_max=self.image_side,
+            multiple=self.multiple,
+            policy=settings.patch_policy,
+            flip_probability=settings.flip_probability,
+            distribution=settings.sigma_distribution,
+            shift=settings.sigma_shift,
+        )
+        prompts = residuals.encode_prompts(self.model, plan.prompts)
+        rows = range(state.process_index, settings.samples, state.num_processes)
+        latents = residuals.encode_patches(
+            self.model, self.photos, plan, rows, self.patch_side, self.image_side, settings.batch_size
+        )
+        shard = f"samples-{state.process_index:05d}-of-{state.num_processes:05d}.safetensors"
+        errors = residuals.make_samples(
+            self.model,
+            self.transformer,
+            plan,
+            latents,
+            rows,
+            prompts,
+            cut=self.cut,
+            dtype=settings.sample_dtype,
+            batch=settings.batch_size,
+            shard_path=folder / shard,
+        )
+        (folder / "errors.json").write_text(json.dumps(errors))
+        self._make_previews(folder / "preview", plan)
+
+    def _make_previews(self, folder: Path, plan: residuals.SamplePlan) -> None:
+        folder.mkdir()
+        for number, photo in enumerate(self.photos):
+            small = photo.image.copy()
+            small.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE), Image.Resampling.LANCZOS)
+            small.save(folder / preview_name(number), quality=92)
+        first = self.photos[0]
+        crops = [
+            (patches.CropBox(i.crop[0], i.crop[1], i.crop[2], bool(i.crop[3])), i.sigma)
+            for i, photo in zip(plan.identities, plan.photo_index, strict=True)
+            if photo == 0
+        ]
+        prepared = patches.prepare(first.image, self.image_side)
+        patches.crops_figure(prepared, crops, self.patch_side).save(folder / Path(CROPS_PREVIEW).name)
+
+    def _weights_key(self, base_hash: str) -> dict[str, Any]:
+        settings = self.config.export
+        return {
+            "schema": manifest.SCHEMA,
+            "transformer": base_hash,
+            "cut": list(self.cut),
+            "rank": settings.lora_rank,
+            "layers": {str(i): layers for i, layers in self.layers.items()},
+            "seed": settings.seed,
+            "sources": _source_hash(weights.__file__),
+        }
+
+    def _make_weights(self, folder: Path) -> None:
+        generator = torch.Generator().manual_seed(self.config.export.seed)
+        init: dict[str, torch.Tensor] = {}
+        for index in self.middle:
+            block = self.model.adapter.block_weights(self.transformer, index)
+            weights.save_weights(folder / weights.block_file(index), block)
+            lora = weights.initial_lora(block, self.layers[index], self.config.export.lora_rank, generator)
+            init |= {f"{self.blocks[index].module}.{name}.weight": value for name, value in lora.items()}
+        weights.save_weights(folder / weights.LOSS_FILE, self.model.adapter.predict_weights(self.transformer))
+        weights.save_weights(folder / weights.LORA_FILE, init)
+
+    def _programs_key(self) -> dict[str, Any]:
+        settings, example = self.config.export, self._example()
+        return {
+            "schema": manifest.SCHEMA,
+            "family": self.model.adapter.family,
+            "config": {name: value for name, value in self.model.config.items() if name != "num_layers"},
+            "shapes": {name: list(value.shape[1:]) for name, value in self._program_tensors(example).items()},
+            "lora": [
+                settings.lora_rank,
+                settings.lora_alpha,
+                {self.blocks[i].kind: self.layers[i] for i in self.middle},
+            ],
+            "backend": settings.backend,
+            "torch": torch.__version__,
+            "executorch": lower.VERSION,
+            "sources": _source_hash(block_programs.__file__, lower.__file__, ops.__file__, self.model.adapter_file()),
+        }
+
+    def _make_programs(self, folder: Path) -> None:
+        settings, adapter, example = self.config.export, self.model.adapter, self._example()
+        tensors = {name: value[0] for name, value in self._program_tensors(example).items()}
+        conditioning = {name: tensors[name] for name in example.conditioning}
+        grid = residuals.token_grid(self.model, (self.patch_side // self.factor,) * 2)
+        methods: dict[str, block_programs.Method] = {}
+        for index in self.middle:
+            kind = self.blocks[index].kind
+            if f"{kind}_forward" in methods:
+                continue
+            block = adapter.block_weights(self.transformer, index)
+            lora = weights.initial_lora(block, self.layers[index], settings.lora_rank, torch.Generator())
+            function = adapter.block_function(self.transformer, kind, grid)
+            methods |= block_programs.block_methods(
+                block_programs.BlockKind(
+                    name=kind,
+                    function=function,
+                    hidden=tensors["hidden"],
+                    conditioning={name: conditioning[name] for name in adapter.block_conditioning},
+                    weights=block,
+                    lora=lora,
+                ),
+                settings.lora_alpha / settings.lora_rank,
+            )
+        methods |= block_programs.loss_method(
+            block_programs.LossHead(
+                function=adapter.predict_function(self.transformer),
+                hidden=tensors["hidden"],
+                conditioning={name: conditioning[name] for name in adapter.predict_conditioning},
+                weights=adapter.predict_weights(self.transformer),
+                target=tensors["target"],
+            )
+        )
+        spec = lower.lower(methods, folder / lower.FILE_NAME, settings.backend)
+        (folder / "spec.json").write_text(json.dumps(encode(spec)))
+
+    def _example(self) -> residuals.BaseOutputs:
+        """A sample of zeros through the model: gives every shape."""
+        if not hasattr(self, "_example_outputs"):
+            side = self.patch_side // self.factor
+            latents = torch.zeros(1, self.model.config["in_channels"], side, side)
+            states = residuals.encode_prompts(self.model, [self.photos[0].caption])
+            self._example_outputs = residuals.base_outputs(
+                self.model, self.transformer, latents, latents, torch.full((1,), 0.5), states, self.cut
+            )
+        return self._example_outputs
+
+    def _sample_tensors(self, out: residuals.BaseOutputs) -> dict[str, torch.Tensor]:
+        shared = self.model.adapter.prompt_inputs
+        return {name: value for name, value in self._program_tensors(out).items() if name not in shared} | {
+            "tail_residual": out.tail_residual
+        }
+
+    @staticmethod
+    def _program_tensors(out: residuals.BaseOutputs) -> dict[str, torch.Tensor]:
+        return {"hidden": out.hidden, "target": out.target} | out.conditioning
+
+    def _manifest(self, base_hash: str, shards: list[Path], programs_dir: Path) -> manifest.BundleManifest:
+        settings: ExportConfig = self.config.export
+        programs = manifest.decode(
+            manifest.ProgramSpec, json.loads((programs_dir / "spec.json").read_text()), "spec.json"
+        )
+        SampleStore(shards)  # refuses gaps before the bundle is written
+        return manifest.BundleManifest(
+            schema=manifest.SCHEMA,
+            created_by=f"pocketdit {__version__}",
+            base=manifest.BaseSpec(
+                family=self.model.adapter.family, model=self.model.name, sha256=base_hash, num_blocks=len(self.blocks)
+            ),
+            cut=manifest.CutSpec(head=self.cut[0], tail=self.cut[1]),
+            blocks=tuple(
+                manifest.BlockSpec(
+                    index=i, kind=self.blocks[i].kind, module=self.blocks[i].module, file=weights.block_file(i)
+                )
+                for i in self.middle
+            ),
+            programs=programs,
+            loss_file=weights.LOSS_FILE,
+            lora=manifest.LoraSpec(
+                rank=settings.lora_rank,
+                alpha=settings.lora_alpha,
+                targets=settings.lora_targets,
+                prefix=self.model.adapter.lora_prefix,
+                init_file=weights.LORA_FILE,
+            ),
+            samples=manifest.SampleSpec(
+                shards=tuple(shard.name for shard in shards), count=settings.samples, dtype=settings.sample_dtype
+            ),
+            training=self.config.train,
+            subject=manifest.SubjectSpec(
+                instance_prompt=settings.prompt or self.photos[0].caption,
+                photos=tuple(
+                    manifest.PhotoSpec(
+                        name=photo.name,
+                        sha256=photo.sha256,
+                        caption=photo.caption,
+                        preview=f"preview/{preview_name(number)}",
+                    )
+                    for number, photo in enumerate(self.photos)
+                ),
+            ),
+            export=encode(settings)
+            | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)},
+        )
+
+
+def preview_name(number: int) -> str:
+    """File name of a photo's preview; photo names may hold anything, these are plain."""
+    return f"photo-{number:03d}.jpg"
+
+
+def _source_hash(*paths: str | None) -> str:
+    return stage_key({str(number): sha256_file(Path(path)) for number, path in enumerate(paths) if path})

@@ -1,0 +1,492 @@
+"""The report of a run: one `report.html` that needs nothing beside it.
+
+Reads `run.json`, `metrics.jsonl` and `pictures/` of a run, `manifest.json` and `preview/` of its bundle. Writes the
+page: pictures as data URIs, charts as inline SVG, no script, and a content policy that forbids every request.
+Command: `pocketdit report RUN`.
+"""
+
+import base64
+import io
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from PIL import Image
+
+from host.charts import STYLE, Limit, Series, escape, format_amount, line_chart, moving_mean, stacked_bar
+from runtime import atomic
+from runtime.metrics import read_metrics
+
+RUN_SCHEMA = "pocketdit.run/1"
+MIB = 1024 * 1024
+MAX_EMBEDDED_BYTES = 400_000
+MAX_EMBEDDED_SIDE = 640
+STEP_PARTS = (("read", "c2"), ("forward", "c1"), ("backward", "c4"), ("optimizer", "c3"))
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+UNFINISHED = {"stopped": "Stopped early. ", "running": "Not finished yet. ", "failed": "Ended by an error. "}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Everything the page shows, as it lies on disk; a missing optional file is an empty dictionary."""
+
+    run_dir: Path
+    bundle_dir: Path
+    run: dict[str, Any]
+    rows: list[dict[str, Any]]
+    pictures: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def write_report(run_dir: Path, bundle_dir: Path, report_path: Path | None = None) -> Path:
+    """Writes the report of a finished, stopped, failed or running run.
+
+    Args:
+        run_dir: Folder that training wrote.
+        bundle_dir: Folder that the run was trained from; parts missing there become notes in the page.
+        report_path: Where the page goes; `report.html` in the run folder by default.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: If the run folder has no readable `run.json`, or one of another schema.
+    """
+    report_path = report_path or run_dir / "report.html"
+    atomic.write_bytes(report_path, _page(_load(run_dir, bundle_dir)).encode())
+    return report_path
+
+
+def summary_table(run_dir: Path) -> str:
+    """Returns the run's headline numbers as a text table for the terminal; `—` stands for what was not measured.
+
+    Raises:
+        ValueError: If the run folder has no readable `run.json`, or one of another schema.
+    """
+    data = _load(run_dir, run_dir)
+    before, after = _similarity(data)
+    peak_mib, budget_mib = _peak_and_budget_mib(data)
+    lines = (
+        ("steps", _steps_text(data)),
+        ("ms per step (median)", _text(_step_ms(data))),
+        ("peak private memory", f"{_mib(peak_mib)}{'' if budget_mib is None else f' of {_mib(budget_mib)}'}"),
+        ("read from flash", f"{_size(_total(data, 'streamed_bytes'))} streamed"),
+        ("", f"{_size(_total(data, 'flash_read_bytes'))} from the device"),
+        ("subject similarity", f"{_fixed(before)} base, {_fixed(after)} adapter"),
+    )
+    return "\n".join(f"{name:<22}{value}" for name, value in lines)
+
+
+# Reading. Keep the keys in sync with runtime/trainer.py, runtime/manifest.py and host/generate.py.
+
+
+def _load(run_dir: Path, bundle_dir: Path) -> _Run:
+    run = _read_json(run_dir / "run.json")
+    if not run:
+        raise ValueError(f"no readable run.json in {run_dir}: expected a folder that `pocketdit train` wrote")
+    if run.get("schema") != RUN_SCHEMA:
+        raise ValueError(
+            f"{run_dir / 'run.json'} has schema {run.get('schema')!r}, expected {RUN_SCHEMA!r}: "
+            "make the report with the version of pocketdit that trained the run"
+        )
+    return _Run(
+        run_dir=run_dir,
+        bundle_dir=bundle_dir,
+        run=run,
+        rows=[row for row in read_metrics(run_dir) if _num(row, "step") is not None],
+        pictures=_read_json(run_dir / "pictures" / "pictures.json"),
+        manifest=_read_json(bundle_dir / "manifest.json"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _get(data: Any, *keys: str) -> Any:
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _num(data: Any, *keys: str) -> float | None:
+    """A finite number, or None: NaN, infinity, text and absence all count as not measured."""
+    value = _get(data, *keys)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _dicts(values: Any) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
+def _column(data: _Run, key: str) -> list[float]:
+    return [value for row in data.rows if (value := _num(row, key)) is not None]
+
+
+def _total(data: _Run, key: str) -> float | None:
+    """A total from the summary; a run that still goes on, or was killed, has it in the last row only."""
+    total = _num(data.run, "summary", key)
+    return total if total is not None or not data.rows else _num(data.rows[-1], key)
+
+
+def _step_ms(data: _Run) -> float | None:
+    step_ms, times_ms = _num(data.run, "summary", "step_ms_median"), _column(data, "step_ms")
+    return median(times_ms) if step_ms is None and times_ms else step_ms
+
+
+def _peak_and_budget_mib(data: _Run) -> tuple[float | None, float | None]:
+    peak_bytes = _total(data, "peak_private_bytes")
+    return None if peak_bytes is None else peak_bytes / MIB, _num(data.run, "budget_mib")
+
+
+def _similarity(data: _Run) -> tuple[float | None, float | None]:
+    return _num(data.pictures, "similarity", "base"), _num(data.pictures, "similarity", "adapter")
+
+
+# Numbers and small pieces.
+
+
+def _text(value: float | None) -> str:
+    return "—" if value is None else format_amount(value)
+
+
+def _fixed(value: float | None) -> str:
+    return "—" if value is None else f"{value:.2f}"
+
+
+def _mib(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
+
+
+def _size(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return "—"
+    scale, unit = next((each for each in ((1024**3, "GiB"), (MIB, "MiB")) if num_bytes >= each[0]), (1024, "KiB"))
+    return f"{format_amount(num_bytes / scale)} {unit}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "—"
+    scale, unit = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
+    return f"{seconds / scale:.0f} {unit}" if unit == "s" else f"{seconds / scale:.1f} {unit}"
+
+
+def _steps_text(data: _Run) -> str:
+    steps = _num(data.run, "summary", "steps") or (data.rows[-1]["step"] if data.rows else 0)
+    planned = _num(data.run, "settings", "steps")
+    return f"{steps:,.0f}" + ("" if planned in (None, steps) else f" of {planned:,.0f}")
+
+
+def _section(name: str, heading: str, lead: str, body: str) -> str:
+    lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    return f'<section id="{name}"><h2>{escape(heading)}</h2>{lead}{body}</section>'
+
+
+def _plate(chart: str, *notes: str) -> str:
+    note = " ".join(note for note in notes if note)
+    note = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<div class="plate">{chart}{note}</div>'
+
+
+def _missing(what: str, command: str = "", folder: Path = Path()) -> str:
+    advice = f" Run <code>{escape(f'{command} {shlex.quote(str(folder))}')}</code>" if command else ""
+    return f'<p class="missing">{escape(what)}{advice}</p>'
+
+
+def _no_metrics(data: _Run, what: str) -> str:
+    return _missing(f"The run has no {what} yet.", "pocketdit train", data.bundle_dir)
+
+
+def _meter(share: float, css: str) -> str:
+    return f'<span class="meter"><i class="{css}" style="width:{min(max(share, 0), 1):.1%}"></i></span>'
+
+
+def _image(folder: Path, name: object, alt: str) -> str:
+    """An `<img>` with its bytes inside, shrunk if large; a labelled gap where `folder` holds no such picture."""
+    path = folder / str(name)
+    gap = f'<div class="gap" role="img" aria-label="{escape(alt)}: missing">no picture</div>'
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return gap
+    try:
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as picture:
+            kind = picture.format
+            if len(content) > MAX_EMBEDDED_BYTES:
+                picture.thumbnail((MAX_EMBEDDED_SIDE, MAX_EMBEDDED_SIDE))
+                shrunk, kind = io.BytesIO(), "JPEG"
+                picture.convert("RGB").save(shrunk, kind, quality=88)
+                content = shrunk.getvalue()
+            width, height = picture.size
+    except (OSError, ValueError, SyntaxError):  # Pillow raises any of these for a broken file
+        return gap
+    source = f"data:image/{str(kind).lower()};base64,{base64.b64encode(content).decode('ascii')}"
+    return f'<img src="{source}" alt="{escape(alt)}" width="{width}" height="{height}">'
+
+
+# The page, from top to bottom.
+
+
+def _page(data: _Run) -> str:
+    title = str(_get(data.manifest, "subject", "instance_prompt") or "Untitled subject")
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)} · PocketDiT report</title><style>{STYLE}</style>"
+    )
+    sections = (_tiles, _photos, _pictures, _loss, _memory, _step_time, _patches, _settings)
+    body = _header(data, title) + "".join(section(data) for section in sections)
+    version, name = escape(data.run.get("version", "")), escape(data.run_dir.resolve().name)
+    body += f"<footer>Made by PocketDiT {version} from the run {name}.</footer>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>{body}</main></body></html>\n'
+
+
+def _header(data: _Run, title: str) -> str:
+    hero = ""
+    photos, items = _dicts(_get(data.manifest, "subject", "photos")), _dicts(data.pictures.get("items"))
+    if photos and items:
+        pictures_dir = data.run_dir / "pictures"
+        pictures = (
+            ("A photo", _image(data.bundle_dir, photos[0].get("preview"), "The first photo of the subject")),
+            ("Before", _image(pictures_dir, items[0].get("base"), "The first picture before training")),
+            ("After", _image(pictures_dir, items[0].get("adapter"), "The first picture after training")),
+        )
+        figures = (f"<figure>{picture}<figcaption>{name}</figcaption></figure>" for name, picture in pictures)
+        hero = f'<div class="hero">{"".join(figures)}</div>'
+    return (
+        f'<header><div><p class="eyebrow">PocketDiT training report</p><h1 dir="auto">{escape(title)}</h1>'
+        f'<p class="verdict">{escape(_verdict(data))}</p></div>{hero}</header>'
+    )
+
+
+def _verdict(data: _Run) -> str:
+    how_far, (before, after) = f"{_steps_text(data)} steps", _similarity(data)
+    if before is None or after is None:
+        taught = f"Trained for {how_far}; subject similarity is not measured yet"
+    elif _fixed(before) == _fixed(after):
+        taught = f"Subject similarity stayed at {_fixed(after)} in {how_far}"
+    else:
+        way = "rose" if after > before else "fell"
+        taught = f"Subject similarity {way} from {_fixed(before)} to {_fixed(after)} in {how_far}"
+    peak_mib, budget_mib = _peak_and_budget_mib(data)
+    held = "" if peak_mib is None else f"; peak private memory {_mib(peak_mib)}"
+    if peak_mib is not None and budget_mib is not None:
+        held += f"{', over its' if peak_mib > budget_mib else ' of a'} budget of {_mib(budget_mib)}"
+    return f"{UNFINISHED.get(str(data.run.get('status')), '')}{taught}{held}."
+
+
+def _tile(name: str, value: str, note: str, share: float | None = None, bad: bool = False) -> str:
+    number, _, unit = value.rpartition(" ") if value[-1].isalpha() else (value, "", "")
+    unit = f" <small>{escape(unit)}</small>" if unit else ""
+    strong = f'<strong class="{"bad" if bad else "good"}">{escape(number)}{unit}</strong>'
+    meter = "" if share is None else _meter(share, "over" if bad else "after")
+    return f'<div class="tile"><p>{escape(name)}</p>{strong}<p>{escape(note)}</p>{meter}</div>'
+
+
+def _tiles(data: _Run) -> str:
+    before, after = _similarity(data)
+    peak_mib, budget_mib = _peak_and_budget_mib(data)
+    share = peak_mib / budget_mib if peak_mib is not None and budget_mib else None
+    limit = "no budget was set" if budget_mib is None else f"of a budget of {_mib(budget_mib)}"
+    step_ms, streamed_bytes = _step_ms(data), _total(data, "streamed_bytes")
+    tiles = []
+    if before is None or after is None:
+        tiles.append(_tile("Subject similarity", "—", "not measured yet"))
+    else:
+        values = f"{_fixed(before)} → {_fixed(after)}"
+        tiles.append(_tile("Subject similarity", values, "before → after; 1 is the same", after, after < before))
+    tiles += [
+        _tile("Peak private memory", _mib(peak_mib), limit, share, share is not None and share > 1),
+        _tile("Time per step", "—" if step_ms is None else f"{format_amount(step_ms)} ms", "median of all steps"),
+        _tile("Training time", _duration(_total(data, "seconds")), f"{_steps_text(data)} steps"),
+        _tile("Read from flash", _size(_total(data, "flash_read_bytes")), f"{_size(streamed_bytes)} streamed in all"),
+    ]
+    num_blocks = _num(data.manifest, "base", "num_blocks")
+    if num_blocks is not None:
+        head, tail = (int(_num(data.manifest, "cut", end) or 0) for end in ("head", "tail"))
+        note = f"of {num_blocks:.0f}; first {head} and last {tail} skipped"
+        tiles.append(_tile("Blocks trained", f"{num_blocks - head - tail:.0f}", note))
+    return f'<section id="numbers" aria-label="Headline numbers"><div class="tiles">{"".join(tiles)}</div></section>'
+
+
+def _photos(data: _Run) -> str:
+    photos = _dicts(_get(data.manifest, "subject", "photos"))
+    if not photos:
+        what = (
+            f"The bundle {data.bundle_dir} lists no photos: give the report the bundle that the run was trained from."
+        )
+        return _section("photos", "The photos", "", _missing(what))
+    figures = []
+    for photo in photos:
+        caption = str(photo.get("caption") or photo.get("name", ""))
+        picture = _image(data.bundle_dir, photo.get("preview"), f"Photo of the subject: {caption}")
+        figures.append(f'<figure class="photo">{picture}<figcaption dir="auto">{escape(caption)}</figcaption></figure>')
+    lead = f"The adapter learned from {'this photo' if len(photos) == 1 else f'these {len(photos)} photos'}."
+    return _section("photos", "The photos", lead, f'<div class="photos">{"".join(figures)}</div>')
+
+
+def _pictures(data: _Run) -> str:
+    heading, items = "Pictures before and after", _dicts(data.pictures.get("items"))
+    if not items:
+        note = _missing("No pictures were made with this adapter yet.", "pocketdit generate", data.run_dir)
+        return _section("pictures", heading, "", note)
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for item in items:
+        by_prompt.setdefault(str(item.get("prompt", "")), []).append(item)
+    body = []
+    for prompt, pairs in by_prompt.items():
+        tag = '<span class="tag">unseen prompt</span>' if pairs[0].get("unseen") is True else ""
+        figures = "".join(_pair(data, prompt, item) for item in pairs)
+        body.append(f'<h3><bdi>{escape(prompt)}</bdi>{tag}</h3><div class="pairs">{figures}</div>')
+    if all(_num(item, "similarity_adapter") is None for item in items):
+        body.append(_missing("Similarity to the photos was not measured.", "pocketdit evaluate", data.run_dir))
+    steps, guidance = _num(data.pictures, "steps"), _num(data.pictures, "guidance")
+    lead = "Each pair starts from the same seed: left the base model, right the same model with the adapter. "
+    lead += "Similarity tells how close a picture is to the photos; higher is closer."
+    lead += "" if steps is None or guidance is None else f" {steps:.0f} sampling steps, guidance {guidance:g}."
+    return _section("pictures", heading, lead, "".join(body))
+
+
+def _pair(data: _Run, prompt: str, item: dict[str, Any]) -> str:
+    halves, seed = [], item.get("seed", "—")
+    for label, css, key in (("Before", "before", "base"), ("After", "after", "adapter")):
+        similarity = _num(item, f"similarity_{key}")
+        picture = _image(data.run_dir / "pictures", item.get(key), f"{label}, seed {seed}: {prompt}")
+        below = "" if similarity is None else f'<span class="similarity">similarity {_fixed(similarity)}</span>'
+        below += "" if similarity is None else _meter(similarity, css)
+        halves.append(f'<div><span class="when {css}">{label}</span>{picture}{below}</div>')
+    return f'<figure class="pair"><div>{"".join(halves)}</div><figcaption>Seed {escape(seed)}</figcaption></figure>'
+
+
+def _loss(data: _Run) -> str:
+    losses, known = [_num(row, "loss") for row in data.rows], _column(data, "loss")
+    if not known:
+        return _section("loss", "Loss", "", _no_metrics(data, "loss values"))
+    steps = [float(row["step"]) for row in data.rows]
+    window = max(5, len(losses) // 20) | 1
+    smooth = moving_mean(losses, window)
+    usual = sorted(known)[int(0.99 * (len(known) - 1))]
+    cap = max(1.15 * usual, *(value for value in smooth if value is not None))
+    cap = max(known) if max(known) <= 1.5 * cap else cap  # only real spikes are cut
+    num_high = sum(loss > cap for loss in known)
+    series = [
+        Series(label="one step", points=list(zip(steps, losses, strict=True)), style="dots", color="c1"),
+        Series(label=f"mean of {window} steps", points=list(zip(steps, smooth, strict=True)), style="line", color="c1"),
+    ]
+    held_out = [(float(row["step"]), loss) for row in data.rows if (loss := _num(row, "held_out_loss")) is not None]
+    if held_out:
+        series.append(Series(label="held-out samples", points=held_out, style="line", color="c2"))
+    low = min(known) if min(known) > 0.5 * cap else 0.0
+    y_label = "loss (mean squared error)"
+    chart = line_chart(series, title="Loss over steps", x_label="step", y_label=y_label, y_low=low, y_cap=cap)
+    tenth, num_lost = max(1, len(known) // 10), len(losses) - len(known)
+    body = _plate(
+        chart,
+        f"First {tenth} steps: mean {fmean(known[:tenth]):.3g}. Last {tenth}: mean {fmean(known[-tenth:]):.3g}.",
+        f"Held-out samples: from {held_out[0][1]:.3g} to {held_out[-1][1]:.3g}." if held_out else "",
+        f"Higher than the chart, drawn at its top edge: {num_high}." if num_high else "",
+        f"Steps left out because their loss was not finite: {num_lost}." if num_lost else "",
+    )
+    lead = "Every sample has its own noise level, so single values jump; the line shows the trend."
+    return _section("loss", "Loss", lead, body)
+
+
+def _memory(data: _Run) -> str:
+    def curve(label: str, key: str, style: Any, color: str) -> list[Series]:
+        timed = [(seconds, _num(row, key)) for row in data.rows if (seconds := _num(row, "seconds")) is not None]
+        points = [(seconds, None if value is None else value / MIB) for seconds, value in timed]
+        is_known = any(value is not None for _, value in points)
+        return [Series(label=label, points=points, style=style, color=color)] if is_known else []
+
+    private = curve("private memory now", "private_bytes", "area", "c1")
+    private += curve("peak so far", "peak_private_bytes", "steps", "c1")
+    mapped = curve("file-backed memory", "file_bytes", "area", "c3")
+    if not private:
+        return _section("memory", "Memory over time", "", _no_metrics(data, "memory values"))
+    budget_mib, idle_bytes = _num(data.run, "budget_mib"), _num(data.run, "idle_private_bytes")
+    limit = None if budget_mib is None else Limit(value=budget_mib, label=f"budget {_mib(budget_mib)}")
+    title, x_label = "Private memory over time against the budget", "time (s)"
+    chart = line_chart(private, title=title, x_label=x_label, y_label="private memory (MiB)", limit=limit)
+    if mapped:
+        title, y_label = "File-backed memory over time", "file-backed memory (MiB)"
+        chart += line_chart(mapped, title=title, x_label=x_label, y_label=y_label, height=200)
+    idle = (
+        "" if idle_bytes is None else f"Private memory counts from the idle process, which holds {_size(idle_bytes)}."
+    )
+    lead = "Private memory is what training itself holds, and what the budget limits. File-backed memory is mapped "
+    lead += "weights: the system may drop them at any time and read them again."
+    return _section("memory", "Memory over time", lead, _plate(chart, idle))
+
+
+def _step_time(data: _Run) -> str:
+    heading, times_ms = "Where a step's time goes", _column(data, "step_ms")
+    columns = [(name, _column(data, f"{name}_ms"), color) for name, color in STEP_PARTS]
+    parts = [(name, fmean(column), color) for name, column, color in columns if column]
+    known_ms = sum(value for _, value, _ in parts)
+    if not times_ms or known_ms <= 0:
+        return _section("time", heading, "", _no_metrics(data, "step times"))
+    parts.append(("other", max(0.0, fmean(times_ms) - known_ms), "c5"))
+    chart = stacked_bar(parts, title="Mean time of a step by part, in milliseconds", unit="ms")
+    lead = f"Mean of {len(times_ms):,} steps, {format_amount(fmean(times_ms))} ms each. "
+    lead += "Backward includes computing each block again, because only block inputs are kept."
+    return _section("time", heading, lead, _plate(chart))
+
+
+def _patches(data: _Run) -> str:
+    heading, name = "Patch sampling", "preview/crops.png"
+    if not (data.bundle_dir / name).is_file():
+        note = _missing(f"The bundle has no picture of its crops ({name}).")
+        return _section("patches", heading, "", note)
+    alt = "Crops of a photo over the timesteps, from small ones at low noise to the whole photo at high noise"
+    lead = "Low noise, small crop: there the model learns detail. High noise, nearly the whole photo: there it learns "
+    lead += "the layout. All crops are resized to one side, so every sample costs the same."
+    return _section("patches", heading, lead, f'<div class="plate">{_image(data.bundle_dir, name, alt)}</div>')
+
+
+def _settings(data: _Run) -> str:
+    run, manifest = data.run, data.manifest
+    methods = _get(manifest, "programs", "methods")
+    planned = {name: _size(_num(methods, name, "planned_bytes")) for name in methods or {}}
+    versions = {"pocketdit": run.get("version"), "bundle made by": manifest.get("created_by")}
+    versions |= {**(run.get("versions") or {}), "run": run.get("schema"), "bundle": manifest.get("schema")}
+    groups = (
+        ("Run", "as resolved", {**(run.get("settings") or {}), "budget_mib": run.get("budget_mib")}),
+        ("Training", "defaults of the bundle", manifest.get("training")),
+        ("LoRA", "", manifest.get("lora")),
+        ("Cut", "blocks skipped at both ends", manifest.get("cut")),
+        ("Base model", "", manifest.get("base")),
+        ("Samples", "", manifest.get("samples")),
+        ("Export", "", manifest.get("export")),
+        ("Programs", "private memory planned for each", planned),
+        ("Versions", "", versions),
+    )
+    body = "".join(_details(name, note, values) for name, note, values in groups if values)
+    if not manifest:
+        body += _missing(f"The bundle's settings are not here: {data.bundle_dir} has no readable manifest.json.")
+    return _section("settings", "Settings", "", body)
+
+
+def _details(name: str, note: str, values: Any) -> str:
+    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in _flat(values))
+    return f"<details><summary>{name} <span>{note}</span></summary><table><tbody>{rows}</tbody></table></details>"
+
+
+def _flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Rows of a nested dictionary, with dotted keys."""
+    if isinstance(values, dict):
+        return [row for key, value in values.items() for row in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(values, list):
+        return [(prefix, ", ".join(str(value) for value in values))]
+    if values is None or isinstance(values, bool):
+        return [(prefix, {None: "—", True: "yes", False: "no"}[values])]
+    return [(prefix, f"{values:g}" if isinstance(values, float) else str(values))]

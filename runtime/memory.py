@@ -1,0 +1,66 @@
+"""Measures this process: private and file-backed memory, and bytes read from storage. Linux and Android.
+
+Private is what the low-memory killer can get back only by killing: anonymous and shared-anonymous pages, in memory or
+swapped. Mapped weights are file-backed and clean; the system drops them when it wants.
+"""
+
+import threading
+from pathlib import Path
+
+SMAPS = Path("/proc/self/smaps_rollup")
+IO = Path("/proc/self/io")
+MIB = 1024 * 1024
+SAMPLE_INTERVAL_S = 0.02
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Private bytes and file-backed resident bytes of this process now."""
+    values = _fields(SMAPS.read_text(), 1024)
+    private = values["Anonymous"] + values.get("Pss_Shmem", 0) + values.get("Swap", 0)
+    return private, max(0, values["Rss"] - private)
+
+
+def storage_read_bytes() -> int:
+    """Bytes this process made the kernel read from storage; what came from the page cache is not counted."""
+    return _fields(IO.read_text(), 1)["read_bytes"]
+
+
+class MemoryWatch:
+    """Samples memory on a thread, so that a peak inside a step is seen.
+
+    Attributes:
+        idle_private_bytes: Private memory when the watch was made: the interpreter and its libraries.
+        peak_private_bytes: Highest private memory beyond idle so far.
+    """
+
+    def __init__(self) -> None:
+        """Takes the idle figure; make it after the imports and before the bundle is opened."""
+        self.idle_private_bytes = memory_bytes()[0]
+        self.peak_private_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def read(self) -> tuple[int, int]:
+        """Private bytes beyond idle, and file-backed bytes; updates the peak."""
+        private, file_backed = memory_bytes()
+        private = max(0, private - self.idle_private_bytes)
+        self.peak_private_bytes = max(self.peak_private_bytes, private)
+        return private, file_backed
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_INTERVAL_S):
+            self.read()
+
+
+def _fields(text: str, unit: int) -> dict[str, int]:
+    """`name: value` lines to integers in bytes; lines of another form are left out."""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name: int(words[0]) * unit for name, value in pairs if (words := value.split()) and words[0].isdigit()}

@@ -1,0 +1,49 @@
+"""The step log of a run, one JSON object a line. Reads and writes `metrics.jsonl`."""
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from runtime import atomic
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends a row per step and pushes it to the system at once, so that a kill loses at most the running step."""
+
+    def __init__(self, run_dir: Path, *, resume_step: int) -> None:
+        """Opens the log and drops rows after `resume_step`: those steps are done again."""
+        self._path = run_dir / FILE_NAME
+        kept = [row for row in read_metrics(run_dir) if row["step"] <= resume_step]
+        self.last: dict[str, Any] | None = kept[-1] if kept else None
+        atomic.write_bytes(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a row."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Forces the log to storage; called before a checkpoint is written, so the log is never behind one."""
+        atomic.fsync(self._path)
+
+    def close(self) -> None:
+        """Closes the log."""
+        self.sync()
+        self._file.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log; a last line cut off by a kill is left out."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

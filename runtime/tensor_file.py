@@ -1,0 +1,102 @@
+"""Maps a safetensors file and hands out tensors that point into the map, without a copy.
+
+The safetensors library maps files too, but keeps the map to itself; the runtime has to advise the kernel about it
+(`WILLNEED` ahead of a block, `DONTNEED` after it), so it maps the file itself. The format is 8 bytes of header length,
+a JSON header, then the data.
+"""
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.errors import BundleError
+
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int8: "int8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+class TensorFile:
+    """A mapped safetensors file.
+
+    Attributes:
+        path: Where it lies.
+        size_bytes: Size of the file.
+        metadata: The header's string pairs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Maps `path`.
+
+        Raises:
+            BundleError: The file is missing, truncated, or not safetensors.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # A private writable map: torch wants writable memory, nobody writes, so no page is ever copied.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (FileNotFoundError, ValueError) as error:
+            raise BundleError(f"{path}: {error}. Export the bundle again.") from None
+        self.size_bytes = len(self._map)
+        self._data_start = 8 + int.from_bytes(self._map[:8], "little")
+        try:
+            header: dict[str, Any] = json.loads(self._map[8 : self._data_start])
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise BundleError(f"{path} is not a safetensors file ({error}). Export the bundle again.") from None
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self._entries = header
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if self._data_start + end != self.size_bytes:
+            raise BundleError(
+                f"{path}: {self.size_bytes} bytes, its header promises {self._data_start + end}. Export the bundle again."
+            )
+
+    def names(self) -> list[str]:
+        """Tensor names in the order of their bytes in the file."""
+        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"][0])
+
+    def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype name and shape of a tensor."""
+        entry = self._entry(name)
+        return DTYPE_NAMES[TORCH_DTYPES[entry["dtype"]]], tuple(entry["shape"])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, pointing into the map."""
+        entry = self._entry(name)
+        start, end = entry["data_offsets"]
+        dtype = TORCH_DTYPES[entry["dtype"]]
+        if start == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        raw = np.frombuffer(self._map, np.uint8, end - start, self._data_start + start)
+        return torch.from_numpy(raw).view(dtype).view(entry["shape"])
+
+    def will_need(self) -> None:
+        """Asks the kernel to read the whole file ahead."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+    def release(self) -> None:
+        """Lets the kernel drop the mapped pages. They stay valid: the next access reads them again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name not in self._entries:
+            raise BundleError(f"{self.path} has no tensor {name!r}; it has {', '.join(self.names()[:8])} ...")
+        return self._entries[name]

@@ -1,0 +1,317 @@
+"""The training loop, the only one of the product: stream the middle blocks forward, then backward, then update the LoRA.
+
+Reads a bundle, writes a run folder: `run.json`, `metrics.jsonl`, `checkpoints/`, `adapter.safetensors`.
+Keep in sync with android_demo's Trainer.kt.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime import __version__, atomic
+from runtime.adapter import LoraParameters, save_adapter
+from runtime.bundle import Bundle, sha256_file
+from runtime.checkpoint import load_latest, save_checkpoint
+from runtime.errors import BudgetExceededError, NonFiniteLossError
+from runtime.manifest import FILE_NAME as MANIFEST
+from runtime.manifest import TrainingSpec
+from runtime.memory import MIB, MemoryWatch, storage_read_bytes
+from runtime.metrics import MetricsWriter, read_metrics
+from runtime.optimizer import AdamW, clip_gradient, scheduled_rate
+from runtime.programs import BlockPrograms
+from runtime.sample_store import Sample, SampleStore, sample_order
+from runtime.schema import encode
+from runtime.tensor_file import TensorFile
+from runtime.weight_stream import WeightStream
+
+SCHEMA = "pocketdit.run/1"
+ADAPTER = "adapter.safetensors"
+
+StepCallback = Callable[[dict[str, Any]], None]
+
+
+class Trainer:
+    """Holds what one sample needs: programs, weight stream, sample store and the LoRA.
+
+    Attributes:
+        lora: The trained parameters and their gradient.
+        split_s: Seconds spent so far by phase: read, forward, backward, optimizer.
+    """
+
+    def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+        """Opens everything a bundle names; reads no weights yet."""
+        self.blocks = bundle.manifest.blocks
+        self.programs = BlockPrograms(bundle, threads=threads)
+        self.weights = WeightStream(bundle)
+        self.samples = SampleStore([bundle.path(shard) for shard in bundle.manifest.samples.shards])
+        self.lora = LoraParameters(bundle)
+        loss_file = TensorFile(bundle.path(bundle.manifest.loss_file))
+        self._loss_weights = {name: loss_file.tensor(name) for name in loss_file.names()}
+        self.sample_bytes = 0
+        self.split_s = dict.fromkeys(("read", "forward", "backward", "optimizer"), 0.0)
+
+    def forward(self, sample: Sample) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Runs the middle blocks forward.
+
+        Returns:
+            The input (T, D) of each block, kept for the backward pass, and the last block's output (T, D).
+        """
+        hidden = sample.tensors["hidden"]
+        block_inputs = []
+        for position, block in enumerate(self.blocks):
+            self.weights.prefetch(position + 1)
+            with self._phase("read"):
+                weights = self.weights.acquire(position)
+            block_inputs.append(hidden)
+            with self._phase("forward"):
+                inputs = sample.tensors | weights | self.lora.block_inputs(position) | {"hidden": hidden}
+                hidden = self.programs.call(f"{block.kind}_forward", inputs)["hidden"].clone()
+            del weights, inputs
+            self.weights.release(position)
+        return block_inputs, hidden
+
+    def loss(self, sample: Sample, hidden: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """The training loss and its gradient (T, D) with respect to the last middle block's output `hidden` (T, D)."""
+        with self._phase("forward"):
+            outputs = self.programs.call("loss", sample.tensors | self._loss_weights | {"hidden": hidden})
+            return float(outputs["loss"]), outputs["grad_hidden"].clone()
+
+    def accumulate(self, sample: Sample, scale: float) -> float:
+        """Adds `scale` times this sample's gradient to the LoRA's and returns the sample's loss.
+
+        Raises:
+            NonFiniteLossError: The loss is NaN or infinite.
+        """
+        self.weights.prefetch(0)
+        block_inputs, hidden = self.forward(sample)
+        loss, gradient = self.loss(sample, hidden)
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"The loss of sample {sample.identity.index} ({sample.identity.photo}, sigma {sample.identity.sigma:.3f}) is "
+                f"{loss}. Nothing of this step is saved; resume with a lower learning rate in a new run folder."
+            )
+        for position in range(len(self.blocks) - 1, -1, -1):
+            self.weights.prefetch(position - 1)
+            with self._phase("read"):
+                weights = self.weights.acquire(position)
+            with self._phase("backward"):
+                inputs = sample.tensors | weights | self.lora.block_inputs(position)
+                inputs |= {"hidden": block_inputs.pop(), "grad_output": gradient}
+                outputs = self.programs.call(f"{self.blocks[position].kind}_backward", inputs)
+                gradient = outputs.pop("grad_hidden").clone()
+                for name, value in outputs.items():
+                    self.lora.add_gradient(position, name.removeprefix("grad."), value, scale)
+            del weights, inputs
+            self.weights.release(position)
+        return loss
+
+    def read(self, index: int) -> Sample:
+        """Reads a sample from the store, counting its bytes."""
+        with self._phase("read"):
+            sample = self.samples.read(index)
+        self.sample_bytes += sample.stored_bytes
+        return sample
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.split_s[name] += time.perf_counter() - start
+
+    def update(self, optimizer: AdamW, settings: TrainingSpec) -> tuple[float, float]:
+        """Clips, updates the LoRA, clears the gradient; returns the learning rate and the gradient's norm before clipping.
+
+        Raises:
+            NonFiniteLossError: The gradient is NaN or infinite; the parameters are untouched.
+        """
+        with self._phase("optimizer"):
+            norm = clip_gradient(self.lora.gradient, settings.max_grad_norm)
+            if not math.isfinite(norm):
+                raise NonFiniteLossError(
+                    "The gradient is NaN or infinite. Nothing of this step is saved; lower the learning rate."
+                )
+            rate = scheduled_rate(
+                optimizer.step_count,
+                steps=settings.steps,
+                learning_rate=settings.learning_rate,
+                warmup_steps=settings.warmup_steps,
+                schedule=settings.schedule,
+            )
+            optimizer.step(
+                self.lora.flat,
+                self.lora.gradient,
+                learning_rate=rate,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                epsilon=settings.epsilon,
+                weight_decay=settings.weight_decay,
+            )
+            self.lora.gradient.zero_()
+        return rate, norm
+
+
+def planned_private_bytes(bundle: Bundle) -> int:
+    """Private memory training will hold at the least: arenas, the LoRA with gradient and moments, block inputs, one sample."""
+    manifest = bundle.manifest
+    method = manifest.programs.methods[f"{manifest.blocks[0].kind}_forward"]
+    sizes = {spec.role: 4 * math.prod(spec.shape) for spec in method.inputs}
+    arenas = sum(spec.planned_bytes for spec in manifest.programs.methods.values())
+    num_lora = sum(
+        math.prod(spec.shape)
+        for block in manifest.blocks
+        for spec in manifest.programs.methods[f"{block.kind}_forward"].inputs
+        if spec.role == "lora"
+    )
+    conditioning = sum(4 * math.prod(spec.shape) for spec in method.inputs if spec.role == "conditioning")
+    return arenas + 4 * 4 * num_lora + sizes["state"] * (len(manifest.blocks) + 4) + conditioning
+
+
+def train(
+    bundle_dir: Path,
+    run_dir: Path,
+    settings: TrainingSpec | None = None,
+    *,
+    budget_mib: int | None = None,
+    threads: int | None = None,
+    on_step: StepCallback = lambda row: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Trains the LoRA of a bundle, or goes on where this run folder stopped.
+
+    Args:
+        bundle_dir: What `export` made.
+        run_dir: Made if it is not there; the same command on the same folder resumes.
+        settings: None takes the manifest's.
+        budget_mib: Most private memory beyond the idle process, MiB; None measures without a limit.
+        threads: Size of ExecuTorch's thread pool; None leaves its choice.
+        on_step: Called with each row of the metrics.
+        should_stop: Asked after each step; true saves a checkpoint and returns with status `stopped`.
+
+    Returns:
+        The content of `run.json`.
+
+    Raises:
+        BundleError: The bundle is off.
+        CheckpointError: The run folder belongs to another bundle or other settings.
+        BudgetExceededError: The plan, or the measured peak, is above the budget; what is trained is in a checkpoint.
+        NonFiniteLossError: The loss or gradient became NaN or infinite.
+    """
+    watch = MemoryWatch()
+    bundle = Bundle(bundle_dir)
+    settings = settings or bundle.manifest.training
+    budget_bytes = None if budget_mib is None else budget_mib * MIB
+    if budget_bytes is not None and (planned := planned_private_bytes(bundle)) > budget_bytes:
+        raise BudgetExceededError(
+            f"Training {bundle_dir} takes at least {planned / MIB:.0f} MiB of private memory, the budget is {budget_mib} MiB. "
+            "Raise --budget, or export with fewer prompt tokens or a smaller patch."
+        )
+    binding = _binding(bundle, settings)
+    trainer = Trainer(bundle, threads=threads)
+    optimizer = AdamW(trainer.lora.flat.numel())
+    first_step = load_latest(run_dir, trainer.lora, optimizer, binding)
+    run: dict[str, Any] = {
+        "schema": SCHEMA,
+        "status": "running",
+        "bundle": str(bundle_dir.resolve()),
+        "version": __version__,
+        "settings": encode(settings),
+        "budget_mib": budget_mib,
+        "idle_private_bytes": watch.idle_private_bytes,
+        "summary": {},
+        "versions": {name: metadata.version(name) for name in ("torch", "executorch")},
+    }
+    atomic.write_json(run_dir / "run.json", run)
+    log = MetricsWriter(run_dir, resume_step=first_step)
+    order = itertools.islice(
+        sample_order(len(trainer.samples), settings.seed), first_step * settings.accumulation, None
+    )
+    before = log.last or {"seconds": 0.0, "streamed_bytes": 0, "flash_read_bytes": 0, "peak_private_bytes": 0}
+    watch.peak_private_bytes = before["peak_private_bytes"]
+    started, storage_start = time.perf_counter(), storage_read_bytes()
+    status = "complete"
+    try:
+        with watch:
+            for step in range(first_step + 1, settings.steps + 1):
+                step_start, split_start = time.perf_counter(), dict(trainer.split_s)
+                samples = [next(order) for _ in range(settings.accumulation)]
+                losses = [trainer.accumulate(trainer.read(index), 1 / len(samples)) for index in samples]
+                rate, norm = trainer.update(optimizer, settings)
+                private, file_backed = watch.read()
+                now = time.perf_counter()
+                row = {
+                    "step": step,
+                    "seconds": before["seconds"] + now - started,
+                    "loss": sum(losses) / len(losses),
+                    "learning_rate": rate,
+                    "grad_norm": norm,
+                    "step_ms": 1e3 * (now - step_start),
+                    **{f"{name}_ms": 1e3 * (trainer.split_s[name] - split_start[name]) for name in trainer.split_s},
+                    "private_bytes": private,
+                    "peak_private_bytes": watch.peak_private_bytes,
+                    "file_bytes": file_backed,
+                    "streamed_bytes": before["streamed_bytes"] + trainer.weights.streamed_bytes + trainer.sample_bytes,
+                    "flash_read_bytes": before["flash_read_bytes"] + storage_read_bytes() - storage_start,
+                    "samples": samples,
+                }
+                log.write(row)
+                on_step(row)
+                over_budget = budget_bytes is not None and watch.peak_private_bytes > budget_bytes
+                stop = over_budget or (step < settings.steps and should_stop())
+                if stop or step == settings.steps or step % settings.checkpoint_every == 0:
+                    log.sync()
+                    save_checkpoint(run_dir, step, trainer.lora, optimizer, binding)
+                if over_budget:
+                    raise BudgetExceededError(
+                        f"Step {step} held {watch.peak_private_bytes / MIB:.1f} MiB of private memory, the budget is "
+                        f"{budget_mib} MiB. The state is saved in {run_dir}; go on with a larger --budget."
+                    )
+                if stop:
+                    status = "stopped"
+                    break
+            if status == "complete":
+                save_adapter(
+                    run_dir / ADAPTER, trainer.lora, bundle.manifest, steps=settings.steps, version=__version__
+                )
+    except BaseException:
+        status = "failed"
+        raise
+    finally:
+        log.close()
+        run |= {"status": status, "summary": summarise(read_metrics(run_dir))}
+        atomic.write_json(run_dir / "run.json", run)
+    return run
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Totals of a run from its step log."""
+    if not rows:
+        return {}
+    last = rows[-1]
+    tenth = max(1, len(rows) // 10)
+    return {
+        "steps": last["step"],
+        "step_ms_median": statistics.median(row["step_ms"] for row in rows),
+        "peak_private_bytes": last["peak_private_bytes"],
+        "streamed_bytes": last["streamed_bytes"],
+        "flash_read_bytes": last["flash_read_bytes"],
+        "seconds": last["seconds"],
+        "first_loss": statistics.fmean(row["loss"] for row in rows[:tenth]),
+        "last_loss": statistics.fmean(row["loss"] for row in rows[-tenth:]),
+    }
+
+
+def _binding(bundle: Bundle, settings: TrainingSpec) -> dict[str, Any]:
+    """What a checkpoint belongs to. With a constant rate a longer run is the same run continued, so steps may grow."""
+    values: dict[str, Any] = encode(settings)
+    del values["checkpoint_every"]
+    if settings.schedule == "constant":
+        del values["steps"]
+    return values | {"bundle manifest": sha256_file(bundle.dir / MANIFEST)}
