@@ -9,13 +9,16 @@ is made once per kind, whatever the depth.
 """
 
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.ops import FrozenLinears
 from runtime.errors import ExportError
@@ -63,12 +66,34 @@ class Method:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     sources: Mapping[str, str]
-    """Traced node name to the line of model code it came from, for error messages."""
+    """Operator to the first line of model code that called it, for error messages."""
 
     def source_of(self, node: torch.fx.Node) -> str:
         """The line of model code behind a node, through the second trace and any decomposition."""
-        traced = re.findall(r"^\s*(\w+) = ", node.meta.get("stack_trace") or "", re.MULTILINE)
-        return next((self.sources[name] for name in reversed(traced) if name in self.sources), "its block function")
+        traced = re.findall(r"torch\.ops\.([\w.]+)\(", node.meta.get("stack_trace") or "")
+        return next(
+            (self.sources[name] for name in reversed(traced) if name in self.sources), "a gradient of the block"
+        )
+
+
+class _Sources(TorchDispatchMode):
+    """Notes which line of model code called each operator; make_fx itself does not keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) not in self.lines:
+            frames = [frame for frame in traceback.extract_stack() if _is_model_code(frame.filename)]
+            if frames:
+                path = "/".join(frames[-1].filename.split("/")[-3:])
+                self.lines[str(func)] = f"{path}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}"
+        return func(*args, **(kwargs or {}))
+
+
+def _is_model_code(filename: str) -> bool:
+    return "site-packages" not in filename and "/lib/python" not in filename and filename != __file__
 
 
 def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
@@ -167,22 +192,17 @@ def _export(
     """Traces through autograd, then exports. Tracing on fake tensors: no weight is read and nothing is computed."""
     # Inference tensors and tensors that require a gradient would leak into the graph as constants.
     examples = tuple(value.detach().contiguous() for value in examples)
-    graph = make_fx(function, tracing_mode="fake", record_stack_traces=True)(*examples)
-    sources = {node.name: source for node in graph.graph.nodes if (source := _last_frame(node))}
+    sources = _Sources()
+
+    def recorded(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with sources:
+            return function(*inputs)
+
+    graph = make_fx(recorded, tracing_mode="fake")(*examples)
     with torch.no_grad():
-        method = Method(torch.export.export(_Wrapper(graph), examples, strict=False), inputs, outputs, sources)
+        method = Method(torch.export.export(_Wrapper(graph), examples, strict=False), inputs, outputs, sources.lines)
     _require_closed(method, name)
     return method
-
-
-def _last_frame(node: torch.fx.Node) -> str:
-    """`host/models/sana.py:97 in block: ...` of a traced node; frames of torch itself are skipped."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    ours = [frame for frame in frames if "site-packages" not in frame[0] and frame[2] not in ("forward", "backward")]
-    if not ours:
-        return ""
-    path, line, function, code = ours[-1]
-    return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}: {code.strip()}"
 
 
 def _require_closed(method: Method, name: str) -> None:

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.atomic import atomic_path
+from runtime.tensor_file import write_tensor_file
 
 LOSS_FILE = "blocks/output.safetensors"
 LORA_FILE = "lora_init.safetensors"
@@ -21,8 +20,7 @@ def block_file(index: int) -> str:
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Writes one file, float32."""
-    with atomic_path(path) as temp:
-        save_file({name: value.detach().float().contiguous() for name, value in weights.items()}, temp)
+    write_tensor_file(path, {name: value.detach().float() for name, value in weights.items()}, {"format": "pt"})
 
 
 def lora_layers(weights: Mapping[str, Tensor], targets: Iterable[str]) -> list[str]:

@@ -128,7 +128,9 @@ def stray_caption_files(photos_dir: Path, photo_paths: Sequence[Path]) -> dict[P
     Returns:
         For each such file, sorted by path, what is wrong with it and what to do.
     """
-    used = {path for path in map(_caption_path_or_none, photo_paths) if path}
+    caption_of = {photo: _caption_path_or_none(photo) for photo in photo_paths}
+    used = set(caption_of.values())
+    captioned = {photo.stem for photo, path in caption_of.items() if path}
     claimed = {_composed(photo.stem).casefold() for photo in photo_paths}
     stem_of = {_composed(name).casefold(): photo.stem for photo in photo_paths for name in (photo.stem, photo.name)}
     strays: dict[Path, str] = {}
@@ -140,6 +142,8 @@ def stray_caption_files(photos_dir: Path, photo_paths: Sequence[Path]) -> dict[P
         owner = stem_of.get(stem) or stem_of.get(_composed(Path(path.stem).stem).casefold())
         if is_caption_file(path) and stem in claimed:
             continue  # one of two captions of a photo: `read_caption` refuses them by name
+        if owner in captioned and not is_caption_file(path):
+            continue  # notes or metadata of a photo that has its caption
         if owner and (is_caption_file(path) or path.suffix.lower() in (*LIKELY_CAPTION_EXTENSIONS, "")):
             strays[path] = f"not read: a caption of this photo must be named {owner}.txt; rename it"
         elif is_caption_file(path):

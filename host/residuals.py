@@ -185,7 +185,7 @@ def base_outputs(
     """
     adapter = model.adapter
     grid = token_grid(model, (latents.shape[2], latents.shape[3]))
-    noisy = schedule.add_noise(latents, noise, sigmas.view(-1, 1, 1, 1))
+    noisy = schedule.add_noise(latents, noise, sigmas)
     target = adapter.target_tokens(transformer, schedule.velocity(latents, noise))
     hidden, conditioning = adapter.embed(transformer, noisy, schedule.timestep(sigmas), prompts)
     num_blocks = len(adapter.blocks(transformer))

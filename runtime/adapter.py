@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from runtime.atomic import atomic_path
 from runtime.bundle import Bundle
 from runtime.errors import NonFiniteLossError
 from runtime.manifest import BundleManifest
-from runtime.tensor_file import TensorFile
+from runtime.tensor_file import TensorFile, write_tensor_file
 
 
 class LoraParameters:
@@ -94,5 +92,4 @@ def save_adapter(path: Path, lora: LoraParameters, manifest: BundleManifest, *, 
         "pocketdit.instance_prompt": manifest.subject.instance_prompt,
         "pocketdit.steps": str(steps),
     }
-    with atomic_path(path) as temp:
-        save_file({f"{spec.prefix}.{name}": value.clone() for name, value in lora.named().items()}, temp, metadata)
+    write_tensor_file(path, {f"{spec.prefix}.{name}": value for name, value in lora.named().items()}, metadata)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from runtime.adapter import LoraParameters
-from runtime.atomic import atomic_path
 from runtime.errors import CheckpointError
 from runtime.optimizer import AdamW
+from runtime.tensor_file import tensor_bytes, write_tensor_file
 
 SCHEMA = "pocketdit.checkpoint/1"
 KEEP = 2
@@ -43,8 +42,7 @@ def save_checkpoint(run_dir: Path, step: int, lora: LoraParameters, optimizer: A
         "crc32": str(_crc32(tensors)),
         "binding": json.dumps(binding, sort_keys=True),
     }
-    with atomic_path(path) as temp:
-        save_file(tensors, temp, metadata)
+    write_tensor_file(path, tensors, metadata)
     for old in sorted(path.parent.glob("step_*.safetensors"))[:-KEEP]:
         old.unlink()
     return path
@@ -93,6 +91,5 @@ def _require_same(path: Path, stored: dict[str, Any], current: dict[str, Any]) -
 def _crc32(tensors: dict[str, torch.Tensor]) -> int:
     crc = 0
     for name in sorted(tensors):
-        array: Any = tensors[name].contiguous().view(torch.uint8).numpy()
-        crc = zlib.crc32(memoryview(array), crc)
+        crc = zlib.crc32(tensor_bytes(tensors[name]), crc)
     return crc

@@ -12,7 +12,6 @@ Keep in sync with android_demo's SampleStore.kt.
 import json
 import math
 import mmap
-import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,9 @@ import torch
 from runtime.atomic import atomic_path
 from runtime.errors import BundleError
 from runtime.schema import decode, encode
-from runtime.tensor_file import TORCH_DTYPES, TensorFile
+from runtime.tensor_file import TensorFile, layout_header, tensor_bytes
 
 SCHEMA = "pocketdit.samples/1"
-SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +153,7 @@ class SampleStoreWriter:
             if dtype == torch.int8:
                 layout[f"sample.{name}.scale"] = (torch.float32, (count, *shape[:-1], 1))
         metadata = {"schema": SCHEMA, "records": json.dumps([encode(i) for i in identities], ensure_ascii=False)}
-        self._header, self._offsets, self._size = _layout_header(layout, metadata)
+        self._header, self._offsets, self._size = layout_header(layout, metadata)
         self._written: set[int] = set()
         self._squares = {name: [0.0, 0.0] for name in self._specs}
 
@@ -186,7 +184,7 @@ class SampleStoreWriter:
         self._fixed["crc32"][row] = _crc32(record | prompts)
         self._fixed["base_loss"][row] = base_loss
         for name, value in record.items():
-            data = _bytes(value)
+            data = tensor_bytes(value)
             start = self._offsets[name] + row * len(data)
             self._map[start : start + len(data)] = data
         for name, sums in self._squares.items():
@@ -206,7 +204,7 @@ class SampleStoreWriter:
                 f"{len(self._rows) - len(self._written)} records were not written"
             )
             for name, value in self._fixed.items():
-                data = _bytes(value)
+                data = tensor_bytes(value)
                 self._map[self._offsets[name] : self._offsets[name] + len(data)] = data
             self._map.flush()
         self._map.close()
@@ -247,34 +245,9 @@ def _record_slices(file: TensorFile, row: int) -> dict[str, torch.Tensor]:
 def _crc32(slices: Mapping[str, torch.Tensor]) -> int:
     crc = 0
     for name in sorted(slices):
-        crc = zlib.crc32(_bytes(slices[name]), crc)
+        crc = zlib.crc32(tensor_bytes(slices[name]), crc)
     return crc
-
-
-def _bytes(value: torch.Tensor) -> memoryview:
-    array: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _to_float(value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return value.float() if scale is None else value.float() * scale
-
-
-def _layout_header(
-    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
-) -> tuple[bytes, dict[str, int], int]:
-    """The safetensors header, each tensor's position in the file, and the file's size. Widest dtypes first, so that
-    every tensor is aligned to its own element."""
-    names = sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for name in names:
-        dtype, shape = layout[name]
-        end = position + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    offsets = {name: start + entries[name]["data_offsets"][0] for name in names}
-    return struct.pack("<Q", len(text)) + text, offsets, start + position

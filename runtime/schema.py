@@ -63,6 +63,8 @@ def _decode(kind: Any, data: Any, path: str, faults: list[str]) -> Any:
         if not isinstance(data, dict):
             return _expect(False, data, path, "a table", faults)
         return {key: _decode(arguments[1], item, f"{path}.{key}", faults) for key, item in data.items()}
+    if kind is Any:
+        return data
     if kind is float:
         return float(_expect(_is_number(data), data, path, "a number", faults) or 0)
     if kind is int:

@@ -1,18 +1,23 @@
-"""Maps a safetensors file and hands out tensors that point into the map, without a copy.
+"""Maps a safetensors file and hands out tensors that point into the map, without a copy; writes such files.
 
 The safetensors library maps files too, but keeps the map to itself; the runtime has to advise the kernel about it
 (`WILLNEED` ahead of a block, `DONTNEED` after it), so it maps the file itself. The format is 8 bytes of header length,
-a JSON header, then the data.
+a JSON header, then the data. Files are written here too because the library orders metadata at random: the same adapter
+should be the same bytes.
 """
 
 import json
+import math
 import mmap
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from runtime.atomic import atomic_path
 from runtime.errors import BundleError
 
 TORCH_DTYPES = {
@@ -23,6 +28,7 @@ TORCH_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -100,3 +106,38 @@ class TensorFile:
         if name not in self._entries:
             raise BundleError(f"{self.path} has no tensor {name!r}; it has {', '.join(self.names()[:8])} ...")
         return self._entries[name]
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file atomically; the same content gives the same bytes."""
+    header, offsets, _ = layout_header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    with atomic_path(path) as temp, temp.open("wb") as file:
+        file.write(header)
+        for name in sorted(offsets, key=lambda name: offsets[name]):
+            file.write(tensor_bytes(tensors[name]))
+
+
+def tensor_bytes(value: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row-major, without a copy if it is contiguous."""
+    array: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def layout_header(
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """The safetensors header, each tensor's position in the file, and the file's size. Widest dtypes first, so that
+    every tensor is aligned to its own element."""
+    names = sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name in names:
+        dtype, shape = layout[name]
+        end = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    offsets = {name: start + entries[name]["data_offsets"][0] for name in names}
+    return struct.pack("<Q", len(text)) + text, offsets, start + position

@@ -191,7 +191,9 @@ class ModelFolder:
             )
         loaded = getattr(importlib.import_module(library), class_name).from_pretrained(self.dir, subfolder=component)
         if isinstance(loaded, nn.Module):
-            loaded = loaded.to(torch.float32).eval().requires_grad_(False)
+            if any(parameter.dtype != torch.float32 for parameter in loaded.parameters()):
+                loaded = loaded.to(torch.float32)
+            loaded.eval().requires_grad_(False)
         return loaded
 
     def sha256(self, component: str = "transformer") -> str:

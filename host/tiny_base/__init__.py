@@ -1,0 +1,1 @@
+"""The embedded base model: weights, autoencoder, text encoder, sample subject."""

@@ -1,0 +1,328 @@
+"""Training through the runtime on a tiny random SANA: does it learn, is it exact, does it survive."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from export.parity import check_parity
+from host import residuals
+from host.models import PromptStates
+from runtime.adapter import LoraParameters
+from runtime.bundle import Bundle, sha256_file
+from runtime.errors import BudgetExceededError, BundleError, CheckpointError, NonFiniteLossError
+from runtime.manifest import TrainingSpec
+from runtime.metrics import read_metrics
+from runtime.sample_store import SampleStore
+from runtime.trainer import ADAPTER, Trainer, train
+
+SETTINGS = TrainingSpec(steps=6, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def finished(bundle_dir, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "straight"
+    run = train(bundle_dir, run_dir, SETTINGS)
+    assert run["status"] == "complete"
+    return run_dir
+
+
+def rebuild_inputs(exporter, identity):
+    """The noisy input of a sample, from its identity alone."""
+    plan = residuals.plan_samples(
+        exporter.photos,
+        count=exporter.config.export.samples,
+        seed=0,
+        side_min=exporter.patch_side,
+        side_max=exporter.image_side,
+        multiple=exporter.multiple,
+        policy="low-to-high",
+        flip_probability=0.0,
+        distribution="logit_normal",
+        shift=1.0,
+    )
+    assert plan.identities[identity.index] == identity
+    latents = residuals.encode_patches(
+        exporter.model, exporter.photos, plan, [identity.index], exporter.patch_side, exporter.image_side, 1
+    )
+    noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
+    prompts = residuals.encode_prompts(exporter.model, [identity.prompt])
+    noisy = (1 - identity.sigma) * latents + identity.sigma * noise
+    return noisy, noise - latents, prompts
+
+
+def test_first_loss_equals_the_eager_full_models_on_the_same_samples(exporter, bundle_dir, finished):
+    transformer = exporter.model.load("transformer")
+    bundle = Bundle(bundle_dir)
+    store = SampleStore([bundle.path(shard) for shard in bundle.manifest.samples.shards])
+    first = read_metrics(finished)[0]
+    expected = []
+    for index in first["samples"]:
+        identity = store.identity(index)
+        noisy, velocity, prompts = rebuild_inputs(exporter, identity)
+        with torch.no_grad():
+            prediction = transformer(
+                noisy,
+                encoder_hidden_states=prompts.states,
+                encoder_attention_mask=prompts.mask,
+                timestep=torch.tensor([identity.timestep], dtype=torch.float32),
+            ).sample
+        expected.append(float((prediction - velocity).pow(2).mean()))
+    assert first["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_stored_residuals_equal_recomputed_ones(exporter, bundle_dir):
+    bundle = Bundle(bundle_dir)
+    store = SampleStore([bundle.path(shard) for shard in bundle.manifest.samples.shards])
+    for index in (0, 5, 11):
+        sample = store.read(index)
+        noisy, velocity, prompts = rebuild_inputs(exporter, sample.identity)
+        noise = residuals.noise_of(sample.identity.seed, tuple(noisy.shape[1:]))[None]
+        sigma = torch.tensor([sample.identity.sigma], dtype=torch.float32)
+        out = residuals.base_outputs(
+            exporter.model, exporter.transformer, noise - velocity, noise, sigma, prompts, exporter.cut
+        )
+        torch.testing.assert_close(sample.tensors["hidden"], out.hidden[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sample.tensors["tail_residual"], out.tail_residual[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sample.tensors["target"], out.target[0], rtol=1e-5, atol=1e-5)
+        for name, value in out.conditioning.items():
+            torch.testing.assert_close(sample.tensors[name], value[0], rtol=1e-5, atol=1e-5)
+
+
+def test_after_one_step_no_b_matrix_is_zero_and_after_two_every_matrix_moved(bundle_dir, tmp_path):
+    start = LoraParameters(Bundle(bundle_dir)).named()
+    assert all(value.any() == ("lora_A" in name) for name, value in start.items())
+    for steps in (1, 2):
+        run_dir = tmp_path / str(steps)
+        train(bundle_dir, run_dir, TrainingSpec(steps=steps, accumulation=1, learning_rate=1e-3, weight_decay=0.0))
+        saved = load_file(run_dir / ADAPTER)
+        assert {f"transformer.{name}" for name in start} == set(saved)
+        for name, value in start.items():
+            # A's gradient is B's product, so A stays for one step.
+            moved = not torch.equal(saved[f"transformer.{name}"], value)
+            assert moved == (steps == 2 or "lora_B" in name), name
+            assert saved[f"transformer.{name}"].any(), name
+
+
+def test_training_lowers_the_loss(bundle_dir, tmp_path):
+    settings = TrainingSpec(steps=40, accumulation=4, learning_rate=1e-2, checkpoint_every=100)
+    train(bundle_dir, tmp_path / "run", settings)
+    trace = losses(tmp_path / "run")
+    assert sum(trace[-6:]) / 6 < 0.97 * sum(trace[:6]) / 6
+
+
+def test_the_adapter_gives_diffusers_the_runtimes_prediction(exporter, bundle_dir, finished):
+    trainer = Trainer(Bundle(bundle_dir))
+    saved = load_file(finished / ADAPTER)
+    for name, value in trainer.lora.named().items():
+        value.copy_(saved[f"transformer.{name}"])
+    sample = trainer.read(3)
+    _, hidden = trainer.forward(sample)
+
+    transformer = exporter.model.load("transformer")
+    noisy, _, prompts = rebuild_inputs(exporter, sample.identity)
+    timestep = torch.tensor([sample.identity.timestep], dtype=torch.float32)
+    arguments = {"encoder_hidden_states": prompts.states, "encoder_attention_mask": prompts.mask, "timestep": timestep}
+    with torch.no_grad():
+        base = transformer(noisy, **arguments).sample
+        # Runtime's middle, then the host's own tail.
+        conditioning = {name: value[None] for name, value in sample.tensors.items()}
+        out = hidden[None]
+        for index in range(exporter.middle.stop, len(exporter.blocks)):
+            grid = residuals.token_grid(exporter.model, (8, 8))
+            out = exporter.model.adapter.run_block(transformer, index, out, conditioning, grid)
+        out = transformer.norm_out(out, conditioning["embedded_timestep"], transformer.scale_shift_table)
+        ours = transformer.proj_out(out)
+        exporter.model.adapter.load_lora(transformer, finished / ADAPTER)
+        tuned = transformer(noisy, **arguments).sample
+    theirs = exporter.model.adapter.target_tokens(transformer, tuned)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (tuned - base).abs().max() > 1e-3
+
+
+def test_the_adapter_loads_with_load_lora_weights_and_keeps_alpha(exporter, finished):
+    pipeline = diffusers.SanaPipeline(None, None, None, exporter.model.load("transformer"), None)
+    pipeline.load_lora_weights(finished, weight_name=ADAPTER)
+    settings = pipeline.transformer.peft_config["default_0"]
+    assert (settings.r, settings.lora_alpha) == (2, 3.0)
+    with safe_open(finished / ADAPTER, "pt") as file:
+        keys, metadata = set(file.keys()), file.metadata()
+    loaded = {name for name, _ in pipeline.transformer.named_parameters() if "lora_" in name}
+    assert {f"transformer.{name.replace('.default_0', '')}" for name in loaded} == keys
+    for name in ("version", "base", "cut", "rank", "alpha", "instance_prompt", "steps"):
+        assert metadata[f"pocketdit.{name}"]
+    assert metadata["pocketdit.cut"] == "1,2"
+
+
+def test_an_adapter_with_foreign_keys_is_refused(exporter, finished, tmp_path):
+    tensors = {f"unet.{name}": value for name, value in load_file(finished / ADAPTER).items()}
+    save_file(tensors, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="match nothing in the model"):
+        exporter.model.adapter.load_lora(exporter.model.load("transformer"), tmp_path / "other.safetensors")
+
+
+def test_stopping_and_resuming_twice_gives_the_same_trace_and_the_same_adapter(bundle_dir, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    for stop_at in (1, 4):
+        stop = iter([False] * (stop_at - len(losses(run_dir)) - 1) + [True])
+        assert train(bundle_dir, run_dir, SETTINGS, should_stop=lambda stop=stop: next(stop))["status"] == "stopped"
+        assert len(losses(run_dir)) == stop_at
+        assert not (run_dir / ADAPTER).exists()
+    assert train(bundle_dir, run_dir, SETTINGS)["status"] == "complete"
+    assert losses(run_dir) == losses(finished)
+    assert load_file(run_dir / ADAPTER).keys() == load_file(finished / ADAPTER).keys()
+    assert sha256_file(run_dir / ADAPTER) == sha256_file(finished / ADAPTER)
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.05, 0.15, 0.3])
+def test_a_kill_at_any_moment_loses_nothing(bundle_dir, tmp_path, moment_s):
+    straight, run_dir = tmp_path / "straight", tmp_path / "killed"
+    settings = ["--steps", "60", "--set", "train.checkpoint_every=3"]
+    command = [sys.executable, "-m", "host.cli", "train", str(bundle_dir), *settings]
+    subprocess.run([*command, "--run", str(straight)], check=True, capture_output=True)
+    process = subprocess.Popen([*command, "--run", str(run_dir)], stdout=subprocess.DEVNULL)
+    while not list(run_dir.glob("checkpoints/step_*.safetensors")) and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(moment_s)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = subprocess.run([*command, "--run", str(run_dir), "--json"], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "complete"
+    assert losses(run_dir) == losses(straight)
+    assert sha256_file(run_dir / ADAPTER) == sha256_file(straight / ADAPTER)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bundle_dir, finished, tmp_path, caplog):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    (run_dir / ADAPTER).unlink()
+    newest = max((run_dir / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-100])
+    train(bundle_dir, run_dir, SETTINGS)
+    assert "is damaged" in caplog.text
+    assert newest.name in caplog.text
+    assert sha256_file(run_dir / ADAPTER) == sha256_file(finished / ADAPTER)
+
+
+def test_other_settings_or_another_bundle_are_refused_and_both_values_named(bundle_dir, finished):
+    with pytest.raises(CheckpointError, match=r"learning_rate: 0.01 then, 0.02 now"):
+        train(bundle_dir, finished, TrainingSpec(steps=6, accumulation=2, learning_rate=2e-2, warmup_steps=2))
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(bundle_dir, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    longer = TrainingSpec(steps=8, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2)
+    train(bundle_dir, run_dir, longer)
+    assert losses(run_dir)[:6] == losses(finished)
+    assert len(losses(run_dir)) == 8
+
+
+def poison(bundle_dir: Path, target: Path) -> Path:
+    """A copy whose output layer is infinite, hashes made to match: only training can notice."""
+    shutil.copytree(bundle_dir, target)
+    path = target / "blocks" / "output.safetensors"
+    tensors = load_file(path)
+    tensors["proj_out.bias"] = tensors["proj_out.bias"] + float("inf")
+    save_file(tensors, path)
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["blocks/output.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return target
+
+
+def test_a_non_finite_loss_stops_and_is_not_saved(bundle_dir, tmp_path):
+    with pytest.raises(NonFiniteLossError, match="sample"):
+        train(poison(bundle_dir, tmp_path / "bundle"), tmp_path / "run", SETTINGS)
+    assert not (tmp_path / "run" / ADAPTER).exists()
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert read_metrics(tmp_path / "run") == []
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_budget_below_the_plan_is_refused_before_anything_runs(exporter, bundle_dir, tmp_path):
+    with pytest.raises(BudgetExceededError, match="the budget is 0 MiB"):
+        train(bundle_dir, tmp_path / "run", SETTINGS, budget_mib=0)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["programs.pte", "blocks/001.safetensors", "lora_init.safetensors"])
+def test_an_altered_file_is_refused_by_name(bundle_dir, tmp_path, name):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    path = tmp_path / "bundle" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BundleError, match=f"{name}: SHA-256"):
+        train(tmp_path / "bundle", tmp_path / "run", SETTINGS)
+    path.unlink()
+    with pytest.raises(BundleError, match=f"{name}: got None bytes"):
+        train(tmp_path / "bundle", tmp_path / "run", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "pocketdit.bundle/99"}, "schema is 'pocketdit.bundle/99'"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"cut": {"head": "1", "tail": 2}}, "cut.head: got '1'"),
+    ],
+)
+def test_a_manifest_of_another_form_is_refused(bundle_dir, tmp_path, change, message):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    path = tmp_path / "bundle" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        Bundle(tmp_path / "bundle")
+
+
+def test_weights_of_another_shape_are_refused(bundle_dir, tmp_path):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    path = tmp_path / "bundle" / "blocks" / "001.safetensors"
+    tensors = load_file(path)
+    tensors["attn1.to_q.weight"] = tensors["attn1.to_q.weight"][:-1].clone()
+    save_file(tensors, path)
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    manifest["files"]["blocks/001.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    (tmp_path / "bundle" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        BundleError, match=r"attn1.to_q.weight is float32 \[63, 64\], the program takes float32 \[64, 64\]"
+    ):
+        Bundle(tmp_path / "bundle")
+
+
+def test_a_manifest_cannot_name_files_outside_the_bundle(bundle_dir, tmp_path):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    path = tmp_path / "bundle" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../secret"] = {"bytes": 0, "sha256": ""}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="outside the bundle"):
+        Bundle(tmp_path / "bundle")
+
+
+def test_parity_is_exact_in_float32(bundle_dir):
+    assert check_parity(bundle_dir).relative_error < 1e-5
+
+
+def test_metrics_account_for_the_step(finished):
+    row = read_metrics(finished)[-1]
+    parts = row["read_ms"] + row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"]
+    assert 0 < parts <= row["step_ms"]
+    assert row["peak_private_bytes"] >= row["private_bytes"] >= 0
+    assert row["streamed_bytes"] > 0
+    assert isinstance(PromptStates(torch.zeros(1, 1, 1), torch.ones(1, 1))[[0]], PromptStates)
