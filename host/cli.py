@@ -141,11 +141,11 @@ def _config(options: argparse.Namespace, **flags: Any) -> Config:
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:
-    from host.photos import doctor_table, inspect_photos
+    from host.photos import doctor_table, ignored_names, inspect_photos
 
     rows = inspect_photos(options.photos, min_side=options.min_side, instance_prompt=options.prompt)
     if not options.json:
-        print(doctor_table(rows))
+        print(doctor_table(rows, num_ignored=len(ignored_names(options.photos))))
     return {"photos": [encode(row) for row in rows], "accepted": sum(row.accepted for row in rows)}
 
 

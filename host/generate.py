@@ -31,7 +31,7 @@ def draw(
     prompts: list[str],
     seeds: list[int],
     *,
-    adapter_path: Path | None,
+    transformer: Any,
     steps: int,
     guidance: float,
     image_side: int,
@@ -43,15 +43,13 @@ def draw(
         model: The base.
         prompts: N prompts.
         seeds: N seeds; the same seed gives the same starting noise, with and without an adapter.
-        adapter_path: LoRA file, or None for the base alone.
+        transformer: The base, or the base with an adapter loaded.
         steps: Denoising steps.
         guidance: Classifier-free guidance.
         image_side: Pixels.
         label: Of the progress bar.
     """
-    vae, transformer = model.load("vae"), model.load("transformer")
-    if adapter_path is not None:
-        model.adapter.load_lora(transformer, adapter_path)
+    vae = model.load("vae")
     unique = sorted(set(prompts))
     states = encode_prompts(model, [*unique, ""])
     side = image_side // spatial_factor(vae)
@@ -98,19 +96,20 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     prompts = list(config.prompts) or [bundle.subject.instance_prompt]
     pairs = [(prompt, seed) for prompt in prompts for seed in config.seeds]
     side = config.image_side or int(bundle.export["image_side"])
-    pictures = {
-        kind: draw(
+    transformer, pictures = model.load("transformer"), {}
+    for kind in ("base", "adapter"):
+        if kind == "adapter":
+            model.adapter.load_lora(transformer, adapter_path)
+        pictures[kind] = draw(
             model,
             [prompt for prompt, _ in pairs],
             [seed for _, seed in pairs],
-            adapter_path=adapter_path if kind == "adapter" else None,
+            transformer=transformer,
             steps=config.steps,
             guidance=config.guidance,
             image_side=side,
             label=f"pictures of the {kind}",
         )
-        for kind in ("base", "adapter")
-    }
     photos = [Image.open(bundle_dir / photo.preview) for photo in bundle.subject.photos]
     similarity = {kind: subject_similarity(images, photos) for kind, images in pictures.items()}
     items = []

@@ -183,7 +183,7 @@ def crops_figure(prepared: Image.Image, crops: Sequence[tuple[CropBox, float]], 
         side_out: Side of the patches that are trained on, pixels.
 
     Returns:
-        An RGB picture, about 560 pixels high.
+        An RGB picture, at most about 600 pixels high.
     """
     if not crops:
         raise ValueError("crops figure: got no crop, expected at least one; draw samples for this photo first")

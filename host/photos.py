@@ -221,7 +221,7 @@ def to_rgb(image: Image.Image, background: Color = WHITE) -> Image.Image:
     Raises:
         ValueError: If the background is not a colour, or the pixels are not finite.
     """
-    converted, notes = _to_rgb(image, _checked_color(background))
+    converted, _, notes = _to_rgb(image, _checked_color(background))
     for note in notes:
         logger.warning("%s", note)
     return converted
@@ -435,11 +435,9 @@ def _decode(path: Path, data: bytes, background: Color) -> _Decoded:
         raise ValueError(f"{suffix[1:].upper()} is not read: convert it to JPEG or PNG")
     with _strict_decoding():
         try:
-            with Image.open(io.BytesIO(data), formats=formats) as image:
-                image.verify()  # of a PNG, the checksums that decoding leaves out
             image = Image.open(io.BytesIO(data), formats=formats)
-            # Loading turns a TIFF upright and forgets that it did.
-            orientation = _orientation(image)[0] if image.format == "TIFF" else 0
+            # Loading turns a TIFF upright and forgets that it did; pillow-heif does so with a HEIC and keeps a note.
+            undone = _orientation(image)[0] if image.format == "TIFF" else image.info.get("original_orientation")
             image.load()
         except Image.DecompressionBombError as error:
             limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
@@ -447,13 +445,13 @@ def _decode(path: Path, data: bytes, background: Color) -> _Decoded:
                 f"more than {limit:.0f} megapixels, too many to decode safely: save a smaller copy"
             ) from error
         except Image.UnidentifiedImageError as error:
-            raise ValueError(f"no picture inside, or a damaged one: {COPY_ADVICE}") from error
+            what = "truncated or damaged (no whole header)" if _format_of(data) else "no picture inside"
+            raise ValueError(f"{what}: {COPY_ADVICE}") from error
         except Exception as error:  # the decoders raise a dozen types on damaged bytes
             raise ValueError(f"truncated or damaged ({error}): {COPY_ADVICE}") from error
-        orientation = orientation or _orientation(image)[0]
         notes = ["animated or several pages: the first is used"] if _is_animated(image) else []
         try:
-            rgb, more_notes = _to_rgb(image, background)
+            rgb, orientation, more_notes = _to_rgb(image, background)
         except Exception as error:
             raise ValueError(f"cannot be made RGB ({error}): convert it to JPEG or PNG") from error
     names = {"MPO": "JPEG", "HEIF": "HEIC"}
@@ -461,7 +459,7 @@ def _decode(path: Path, data: bytes, background: Color) -> _Decoded:
     return _Decoded(
         image=rgb,
         format=names.get(name, name),
-        orientation=orientation,
+        orientation=undone or orientation,
         mode=image.mode,
         notes=notes + more_notes,
     )
@@ -490,8 +488,8 @@ def _register_heic() -> bool:
 
 
 def _is_animated(image: Image.Image) -> bool:
-    # An MPO is a photo whose further frames are a preview or a depth map.
-    return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    # In files of phones the further frames are previews, depth maps or the rest of a burst.
+    return image.format not in ("MPO", "HEIF") and bool(getattr(image, "is_animated", False))
 
 
 def _pixel_hash(image: Image.Image) -> str:
@@ -506,7 +504,8 @@ def _orientation(image: Image.Image) -> tuple[int, list[str]]:
     return (orientation if orientation in range(1, 9) else 1), []
 
 
-def _to_rgb(image: Image.Image, background: Color) -> tuple[Image.Image, list[str]]:
+def _to_rgb(image: Image.Image, background: Color) -> tuple[Image.Image, int, list[str]]:
+    """Also returns the EXIF orientation that was undone and what went wrong on the way."""
     image.load()
     orientation, notes = _orientation(image)
     icc = image.info.get("icc_profile")
@@ -521,7 +520,7 @@ def _to_rgb(image: Image.Image, background: Color) -> tuple[Image.Image, list[st
         canvas.paste(rgb, mask=alpha)
         rgb = canvas
     rgb.info = {}  # or a second call would turn the picture and convert its colours again
-    return rgb, notes
+    return rgb, orientation, notes
 
 
 def _to_8_bit(image: Image.Image) -> Image.Image:
