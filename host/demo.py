@@ -16,7 +16,7 @@ from host.report import summary_table
 
 SETTINGS = EMBEDDED_DIR / "demo.toml"
 SUBJECT = EMBEDDED_DIR / "sample_subject"
-BUDGET_MIB = 64
+BUDGET_MIB = 16
 
 
 def run_demo(output_dir: Path, *, steps: int | None, dry_run: bool, show: bool) -> dict[str, Any]:

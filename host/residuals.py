@@ -6,6 +6,7 @@ block input; the tail is stored as its residual. Under `accelerate launch` each 
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,8 +243,8 @@ def make_samples(
     device = PartialState().device
     transformer = transformer.to(device)
     prompt_inputs = model.adapter.prompt_inputs
-    writer: SampleStoreWriter | None = None
-    try:
+    with ExitStack() as stack:
+        writer: SampleStoreWriter | None = None
         for chunk in _progress(_batches(range(len(rows)), batch), len(rows), batch, "residuals"):
             samples = [rows[i] for i in chunk]
             identities = [plan.identities[row] for row in samples]
@@ -262,24 +263,19 @@ def make_samples(
                 name: value for name, value in out.conditioning.items() if name not in prompt_inputs
             }
             if writer is None:
-                specs = {n: (stored_dtype(n, dtype), tuple(v.shape[1:])) for n, v in tensors.items()}
-                shared = _prompt_conditioning(model, transformer, latents[:1].to(device), prompts)
-                writer = SampleStoreWriter(
-                    shard_path,
-                    [plan.identities[row] for row in rows],
-                    [plan.prompt_index[row] for row in rows],
-                    specs,
-                    shared,
+                # The shapes are known once the first batch has run.
+                writer = stack.enter_context(
+                    SampleStoreWriter(
+                        shard_path,
+                        [plan.identities[row] for row in rows],
+                        [plan.prompt_index[row] for row in rows],
+                        {n: (stored_dtype(n, dtype), tuple(v.shape[1:])) for n, v in tensors.items()},
+                        _prompt_conditioning(model, transformer, latents[:1].to(device), prompts),
+                    )
                 )
-                writer.__enter__()
             for i, identity in enumerate(identities):
                 writer.write(identity.index, {n: v[i] for n, v in tensors.items()}, float(out.loss[i]))
-    except BaseException as error:
-        if writer is not None:
-            writer.__exit__(type(error), error, error.__traceback__)
-        raise
-    assert writer is not None
-    writer.__exit__(None, None, None)
+    assert writer is not None, "a process without samples"
     return writer.relative_errors()
 
 

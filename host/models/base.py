@@ -68,6 +68,9 @@ class ModelAdapter(Protocol):
     def encode_prompts(self, tokenizer: Any, text_encoder: Any, prompts: Sequence[str]) -> PromptStates:
         """Prompts to prompt states, exactly as the family's own pipeline does."""
 
+    def blank_prompts(self, config: Mapping[str, Any], tokenizer: Any) -> PromptStates:
+        """One prompt of zeros in the shape of `encode_prompts`, without loading the text encoder."""
+
     def embed(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates
     ) -> tuple[Tensor, dict[str, Tensor]]:

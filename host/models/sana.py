@@ -36,12 +36,17 @@ class SanaAdapter:
 
     def encode_prompts(self, tokenizer: Any, text_encoder: Any, prompts: Sequence[str]) -> PromptStates:
         pipeline = SanaPipeline(tokenizer, text_encoder, None, None, None)
-        max_length = min(MAX_PROMPT_TOKENS, tokenizer.model_max_length)
         with torch.no_grad():
             states, mask, _, _ = pipeline.encode_prompt(
-                list(prompts), do_classifier_free_guidance=False, max_sequence_length=max_length
+                list(prompts), do_classifier_free_guidance=False, max_sequence_length=_prompt_length(tokenizer)
             )
         return PromptStates(states.float(), mask)
+
+    def blank_prompts(self, config: Mapping[str, Any], tokenizer: Any) -> PromptStates:
+        length = _prompt_length(tokenizer)
+        return PromptStates(
+            torch.zeros(1, length, config["caption_channels"]), torch.ones(1, length, dtype=torch.int64)
+        )
 
     def embed(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates
@@ -172,6 +177,10 @@ class SanaAdapter:
                 f"{adapter_path}: {len(strays)} of {len(state)} keys match nothing in the model, e.g. {strays[:3]}."
             )
         SanaPipeline.load_lora_into_transformer(state, transformer=transformer, metadata=metadata)
+
+
+def _prompt_length(tokenizer: Any) -> int:
+    return min(MAX_PROMPT_TOKENS, tokenizer.model_max_length)
 
 
 def _require_supported(transformer: Any) -> None:
