@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--run", dest="run_dir", type=Path, help="run folder (runs/<bundle name>)")
     sub.add_argument("--steps", type=int, help="optimizer steps")
     sub.add_argument("--budget", type=int, metavar="MIB", help="most private memory beyond the idle process, MiB")
+    sub.add_argument(
+        "--threads", type=int, help="threads of the block programs (all cores, or one where blocks are small)"
+    )
     sub.add_argument("--dry-run", action="store_true", help="check the bundle, print the plan, write nothing")
     settings(sub)
 
@@ -222,6 +225,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         run_dir,
         settings,
         budget_mib=options.budget,
+        threads=options.threads,
         on_step=progress,
         should_stop=stop,
     )

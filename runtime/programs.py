@@ -3,6 +3,8 @@
 Reads `programs.pte`. Inputs are passed as pointers: weights stay in the map they came from.
 """
 
+import math
+import os
 import warnings
 from collections.abc import Mapping
 
@@ -18,22 +20,25 @@ with warnings.catch_warnings():
     from executorch.extension.pybindings import portable_lib
 
 
+SHARED_FLOPS = 2e8
+
+
 class BlockPrograms:
     """The methods of a bundle's program file."""
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int) -> None:
         """Loads the program.
 
         Args:
             bundle: Names the file and the contract of each method.
-            threads: Size of the thread pool; None leaves ExecuTorch's choice.
+            threads: Size of the thread pool.
 
         Raises:
             ContractError: The file's methods are not those of the manifest.
         """
         path = bundle.path(bundle.manifest.programs.file)
-        if threads is not None:
-            portable_lib._unsafe_reset_threadpool(threads)
+        portable_lib._unsafe_reset_threadpool(threads)
+        torch.set_num_threads(threads)  # matrix products run on torch's BLAS
         self._module = portable_lib._load_for_executorch(str(path))
         self._methods = bundle.manifest.programs.methods
         for name, spec in self._methods.items():
@@ -62,6 +67,15 @@ class BlockPrograms:
         spec = self._methods[method]
         outputs = self._module.run_method(method, arguments(method, spec, inputs), clone_outputs=False)
         return {tensor.name: value for tensor, value in zip(spec.outputs, outputs, strict=True)}
+
+
+def default_threads(bundle: Bundle) -> int:
+    """All cores for blocks worth sharing; one thread below 0.2 GFLOP a call, where waiting for each other costs more."""
+    methods = bundle.manifest.programs.methods
+    inputs = methods[f"{bundle.manifest.blocks[0].kind}_forward"].inputs
+    num_tokens = next(spec.shape[0] for spec in inputs if spec.role == "state")
+    flops = 2 * num_tokens * sum(math.prod(spec.shape) for spec in inputs if spec.role == "weight")
+    return len(os.sched_getaffinity(0)) if flops >= SHARED_FLOPS else 1
 
 
 def arguments(method: str, spec: MethodSpec, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

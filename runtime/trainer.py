@@ -26,7 +26,7 @@ from runtime.manifest import TrainingSpec
 from runtime.memory import MIB, MemoryWatch, storage_read_bytes
 from runtime.metrics import MetricsWriter, read_metrics
 from runtime.optimizer import AdamW, clip_gradient, scheduled_rate
-from runtime.programs import BlockPrograms
+from runtime.programs import BlockPrograms, default_threads
 from runtime.sample_store import Sample, SampleStore, sample_order
 from runtime.schema import encode
 from runtime.tensor_file import TensorFile
@@ -43,13 +43,15 @@ class Trainer:
 
     Attributes:
         lora: The trained parameters and their gradient.
+        threads: Size of the thread pool.
         split_s: Seconds spent so far by phase: read, forward, backward, optimizer.
     """
 
     def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
         """Opens everything a bundle names; reads no weights yet."""
         self.blocks = bundle.manifest.blocks
-        self.programs = BlockPrograms(bundle, threads=threads)
+        self.threads = threads or default_threads(bundle)
+        self.programs = BlockPrograms(bundle, threads=self.threads)
         self.weights = WeightStream(bundle)
         self.samples = SampleStore([bundle.path(shard) for shard in bundle.manifest.samples.shards])
         self.lora = LoraParameters(bundle)
@@ -191,7 +193,7 @@ def train(
         run_dir: Made if it is not there; the same command on the same folder resumes.
         settings: None takes the manifest's.
         budget_mib: Most private memory beyond the idle process, MiB; None measures without a limit.
-        threads: Size of ExecuTorch's thread pool; None leaves its choice.
+        threads: Size of the thread pool; None is `default_threads`.
         on_step: Called with each row of the metrics.
         should_stop: Asked after each step; true saves a checkpoint and returns with status `stopped`.
 
@@ -224,6 +226,7 @@ def train(
         "version": __version__,
         "settings": encode(settings),
         "budget_mib": budget_mib,
+        "threads": trainer.threads,
         "idle_private_bytes": watch.idle_private_bytes,
         "summary": {},
         "versions": {name: metadata.version(name) for name in ("torch", "executorch")},

@@ -188,22 +188,31 @@ def test_stopping_and_resuming_twice_gives_the_same_trace_and_the_same_adapter(b
     assert sha256_file(run_dir / ADAPTER) == sha256_file(finished / ADAPTER)
 
 
+def train_command(bundle_dir: Path, run_dir: Path) -> list[str]:
+    settings = ["--steps", "60", "--set", "train.checkpoint_every=3", "--json"]
+    return [sys.executable, "-m", "host.cli", "train", str(bundle_dir), "--run", str(run_dir), *settings]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bundle_dir, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    subprocess.run(train_command(bundle_dir, run_dir), check=True, capture_output=True)
+    return run_dir
+
+
 @pytest.mark.parametrize("moment_s", [0.0, 0.05, 0.15, 0.3])
-def test_a_kill_at_any_moment_loses_nothing(bundle_dir, tmp_path, moment_s):
-    straight, run_dir = tmp_path / "straight", tmp_path / "killed"
-    settings = ["--steps", "60", "--set", "train.checkpoint_every=3"]
-    command = [sys.executable, "-m", "host.cli", "train", str(bundle_dir), *settings]
-    subprocess.run([*command, "--run", str(straight)], check=True, capture_output=True)
-    process = subprocess.Popen([*command, "--run", str(run_dir)], stdout=subprocess.DEVNULL)
+def test_a_kill_at_any_moment_loses_nothing(bundle_dir, undisturbed, tmp_path, moment_s):
+    run_dir = tmp_path / "killed"
+    process = subprocess.Popen(train_command(bundle_dir, run_dir), stdout=subprocess.DEVNULL)
     while not list(run_dir.glob("checkpoints/step_*.safetensors")) and process.poll() is None:
         time.sleep(0.005)
     time.sleep(moment_s)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    done = subprocess.run([*command, "--run", str(run_dir), "--json"], check=True, capture_output=True, text=True)
+    done = subprocess.run(train_command(bundle_dir, run_dir), check=True, capture_output=True, text=True)
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "complete"
-    assert losses(run_dir) == losses(straight)
-    assert sha256_file(run_dir / ADAPTER) == sha256_file(straight / ADAPTER)
+    assert losses(run_dir) == losses(undisturbed)
+    assert sha256_file(run_dir / ADAPTER) == sha256_file(undisturbed / ADAPTER)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bundle_dir, finished, tmp_path, caplog):
