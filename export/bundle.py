@@ -3,24 +3,30 @@
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from runtime.bundle import sha256_file
 from runtime.manifest import FILE_NAME, BundleManifest, FileSpec, write_manifest
 
+T = TypeVar("T")
 
-def assemble_bundle(bundle_dir: Path, parts: Mapping[str, Path], manifest: BundleManifest) -> BundleManifest:
+
+def assemble_bundle(
+    bundle_dir: Path, parts: Mapping[str, Path], manifest: BundleManifest, check: Callable[[Path], T]
+) -> tuple[BundleManifest, T]:
     """Writes a bundle beside `bundle_dir` and renames it there.
 
     Args:
         bundle_dir: Target; an older bundle in its place is replaced once the new one is whole.
         parts: Name in the bundle to source file.
         manifest: Its `files` are filled in here.
+        check: Called with the finished folder before it is moved; when it raises, nothing is left.
 
     Returns:
-        The manifest as written.
+        The manifest as written, and what `check` returned.
 
     Raises:
         ValueError: `bundle_dir` holds something that is not a bundle.
@@ -36,6 +42,7 @@ def assemble_bundle(bundle_dir: Path, parts: Mapping[str, Path], manifest: Bundl
         files = {name: FileSpec(bytes=(temp / name).stat().st_size, sha256=sha256_file(temp / name)) for name in parts}
         manifest = replace(manifest, files=files)
         write_manifest(temp, manifest)
+        checked = check(temp)
         if bundle_dir.exists():
             old = temp.with_suffix(".old")
             bundle_dir.rename(old)
@@ -46,7 +53,7 @@ def assemble_bundle(bundle_dir: Path, parts: Mapping[str, Path], manifest: Bundl
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
-    return manifest
+    return manifest, checked
 
 
 def require_replaceable(bundle_dir: Path) -> None:

@@ -158,8 +158,8 @@ class Exporter:
         parts |= {f"preview/{path.name}": path for path in sorted(preview_dir.iterdir())}
         parts |= {str(path.relative_to(weights_dir)): path for path in sorted(weights_dir.rglob("*.safetensors"))}
         parts[lower.FILE_NAME] = programs_dir / lower.FILE_NAME
-        written = assemble_bundle(self.bundle_dir, parts, self._manifest(base_hash, shards, programs_dir))
-        parity = check_parity(self.bundle_dir)
+        described = self._manifest(base_hash, shards, programs_dir)
+        written, parity = assemble_bundle(self.bundle_dir, parts, described, check_parity)
         on_stage("bundle", False, time.perf_counter() - start)
         return written, json.loads((samples_dir / "errors.json").read_text()), parity
 
