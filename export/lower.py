@@ -5,6 +5,7 @@ Writes `programs.pte`; refuses operators the runtime does not have, by name, bef
 
 import contextlib
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -113,10 +114,12 @@ def _require_kernels(name: str, method: Method, program: torch.export.ExportedPr
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lowering logs a page per method."""
+    """Lowering logs a page per method and warns of its own deprecations."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(previous)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0 done, 1 stopped on the way, 2 refused."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    # Libraries announce what they are not; none of it concerns the user.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    _quiet_libraries()
     try:
         result = options.run(options)
     except (BudgetExceededError, NonFiniteLossError) as error:
@@ -277,6 +275,16 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     from host.demo import run_demo
 
     return run_demo(options.output, steps=options.steps, dry_run=options.dry_run, show=not options.json)
+
+
+def _quiet_libraries() -> None:
+    """Libraries announce what they lack, deprecate and load; none of it concerns the user. Errors stay."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def _printer(options: argparse.Namespace) -> Callable[..., None]:

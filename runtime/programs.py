@@ -3,10 +3,13 @@
 Reads `programs.pte`. Inputs are passed as pointers: weights stay in the map they came from.
 """
 
+import contextlib
+import logging
 import math
 import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -15,8 +18,28 @@ from runtime.errors import ContractError
 from runtime.manifest import MethodSpec
 from runtime.tensor_file import DTYPE_NAMES
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # one notice that the API is experimental: it is pinned in pyproject.toml
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Mutes what ExecuTorch announces while it loads: that its API is experimental (it is pinned), and, straight to file
+    descriptor 2, which processor files it could not read. Errors are raised, not printed."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    previous = logging.root.manager.disable
+    try:
+        os.dup2(null, 2)
+        logging.disable(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+        logging.disable(previous)
+
+
+with _quiet():
     from executorch.extension.pybindings import portable_lib
 
 
@@ -37,9 +60,10 @@ class BlockPrograms:
             ContractError: The file's methods are not those of the manifest.
         """
         path = bundle.path(bundle.manifest.programs.file)
-        portable_lib._unsafe_reset_threadpool(threads)
         torch.set_num_threads(threads)  # matrix products run on torch's BLAS
-        self._module = portable_lib._load_for_executorch(str(path))
+        with _quiet():
+            portable_lib._unsafe_reset_threadpool(threads)
+            self._module = portable_lib._load_for_executorch(str(path))
         self._methods = bundle.manifest.programs.methods
         for name, spec in self._methods.items():
             if name not in self._module.method_names():

@@ -48,7 +48,7 @@ def test_the_start_is_drawn_as_peft_draws_it():
 
 
 def test_a_rank_larger_than_the_layer_is_refused():
-    with pytest.raises(ValueError, match="rank 7 exceeds the size of attn1.to_q, 8 x 6"):
+    with pytest.raises(ValueError, match=r"rank 7 exceeds the size of attn1\.to_q, 8 x 6"):
         initial_lora(WEIGHTS, ["attn1.to_q"], 7, torch.Generator())
 
 
