@@ -1,0 +1,150 @@
+"""The command line, called as a process."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from host.cli import _parser
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("doctor", "export", "train", "generate", "report", "demo")
+
+
+def pocketdit(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "host.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_command_has_an_example_and_at_most_eight_flags():
+    subparsers = next(a for a in _parser()._actions if a.dest == "command").choices
+    assert tuple(subparsers) == COMMANDS
+    for name, parser in subparsers.items():
+        flags = [a for a in parser._actions if a.option_strings and a.dest not in ("help", "json")]
+        assert len(flags) <= 8, name
+        assert f"example: pocketdit {name}" in parser.format_help()
+
+
+def test_doctor_says_why_not_and_counts(tmp_path, photos_dir):
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 not a picture")
+    (tmp_path / ".DS_Store").write_bytes(b"junk")
+    (tmp_path / "ok.PNG").write_bytes((photos_dir / "photo 0.png").read_bytes())
+    done = pocketdit("doctor", tmp_path, "--prompt", "x", "--min-side", 64)
+    assert done.returncode == 0
+    assert "broken.jpg" in done.stdout
+    assert "1 of 2 accepted" in done.stdout
+    result = last_json(pocketdit("doctor", tmp_path, "--prompt", "x", "--json"))
+    assert result["accepted"] == 1
+    assert {row["name"]: row["accepted"] for row in result["photos"]} == {"broken.jpg": False, "ok.PNG": True}
+
+
+def test_the_path_by_command_ends_with_json_and_without_library_noise(tmp_path, sana_dir, photos_dir):
+    bundle, run = tmp_path / "bundle", tmp_path / "run"
+    settings = ["--set", "export.backend=portable", "--set", "export.sample_dtype=int8"]
+    arguments = [photos_dir, "-o", bundle, "--model", sana_dir, "--prompt", "a thing", "--cut", "1,2", "--samples", 8]
+    plan = last_json(pocketdit("export", *arguments, *settings, "--dry-run", "--json"))
+    assert plan["plan"]["sample_bytes"] > 0
+    assert not bundle.exists()
+    done = pocketdit("export", *arguments, *settings, "--json")
+    assert last_json(done)["stored_error"]["hidden"] > 0
+    noise = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
+    assert not [line for line in noise if not line.strip().startswith(("latents:", "residuals:"))], noise
+
+    done = pocketdit("train", bundle, "--run", run, "--steps", 3, "--dry-run")
+    assert "3 steps" in done.stdout
+    assert not run.exists()
+    done = pocketdit("train", bundle, "--run", run, "--steps", 3, "--budget", 64)
+    assert done.stderr == ""
+    assert "step 3/3 | loss" in done.stdout
+    assert last_json(pocketdit("train", bundle, "--run", run, "--steps", 3, "--json"))["summary"]["steps"] == 3
+
+    done = pocketdit(
+        "generate", run, "--prompt", 'a thing <on> "fire" 🔥', "--seeds", "0", "--set", "generate.steps=2", "--json"
+    )
+    assert last_json(done)["items"][0]["seed"] == 0
+    report = Path(last_json(pocketdit("report", run, "--json"))["report"])
+    text = report.read_text(encoding="utf-8")
+    assert "a thing &lt;on&gt;" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "https://" not in text
+
+
+def test_a_signal_stops_at_a_step_and_the_same_command_goes_on(tmp_path, bundle_dir):
+    command = [
+        sys.executable,
+        "-m",
+        "host.cli",
+        "train",
+        str(bundle_dir),
+        "--run",
+        str(tmp_path / "run"),
+        "--steps",
+        "500",
+    ]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert process.returncode == 1
+    stopped = json.loads(output.splitlines()[-1])
+    assert stopped["status"] == "stopped"
+    steps = stopped["summary"]["steps"]
+    assert 0 < steps < 500
+    resumed = pocketdit("train", bundle_dir, "--run", tmp_path / "run", "--steps", steps + 2, "--json")
+    assert last_json(resumed)["summary"]["steps"] == steps + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "nowhere"], "nowhere"),
+        (["export", "nowhere", "-o", "out"], "nowhere"),
+        (
+            ["export", ".", "-o", "out", "--model", "no-such-model"],
+            "'no-such-model' is neither a folder here nor a hub id",
+        ),
+        (["export", ".", "-o", "out", "--set", "export.smaples=3"], "unknown key 'export.smaples'"),
+        (["train", "nowhere"], "nowhere is not a bundle"),
+        (["generate", "nowhere"], "nowhere is not a run folder"),
+        (["report", "nowhere"], "nowhere is not a run folder"),
+        (
+            ["train", "{bundle}", "--set", "train.learning_rate=fast"],
+            "train.learning_rate: got 'fast', expected a number",
+        ),
+        (["train", "{bundle}", "--config", "none.toml"], "none.toml: cannot be read as TOML"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, bundle_dir, arguments, message):
+    arguments = [argument.format(bundle=bundle_dir) for argument in arguments]
+    command = [sys.executable, "-m", "host.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_is_too_small_stops_with_status_one(tmp_path, bundle_dir):
+    done = pocketdit("train", bundle_dir, "--run", tmp_path / "run", "--budget", 0)
+    assert done.returncode == 1
+    assert "the budget is 0 MiB" in done.stderr
+
+
+def test_the_demos_dry_run_prints_each_command(tmp_path):
+    result = last_json(pocketdit("demo", "--output", tmp_path / "demo", "--dry-run", "--json"))
+    assert list(result["commands"]) == ["doctor", "export", "train", "generate", "report"]
+    for command in result["commands"].values():
+        _parser().parse_args(command[1:])
+    assert list(tmp_path.iterdir()) == []
