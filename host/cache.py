@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,50 @@ def stage_key(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def stage_folder(stage: str, parts: Mapping[str, Any]) -> Path:
+    """Where the result of a stage (e.g. `samples`) with this key is kept."""
+    return cache_dir() / stage / stage_key(parts)
+
+
 def cached_stage(stage: str, parts: Mapping[str, Any], build: Callable[[Path], None]) -> tuple[Path, bool]:
     """Returns the folder of a stage, making it if this key is new.
 
     Args:
-        stage: e.g. `samples`.
+        stage: e.g. `weights`.
         parts: Everything the result depends on.
         build: Fills a folder; when it returns, the folder is kept, and when it raises, nothing is.
 
     Returns:
         The folder, and whether it was there already. A folder whose files were altered since is made again.
     """
-    folder = cache_dir() / stage / stage_key(parts)
-    if _is_whole(folder):
+    folder = stage_folder(stage, parts)
+    if is_whole(folder):
         return folder, True
-    shutil.rmtree(folder, ignore_errors=True)
+    with new_stage(folder) as temp:
+        build(temp)
+    return folder, False
+
+
+@contextmanager
+def new_stage(folder: Path) -> Iterator[Path]:
+    """Yields a temp folder beside `folder`; when the block ends without an error it takes `folder`'s place."""
     temp = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     temp.mkdir(parents=True)
     try:
-        build(temp)
+        yield temp
         hashes = {str(path.relative_to(temp)): sha256_file(path) for path in sorted(temp.rglob("*")) if path.is_file()}
-        atomic.write_json(temp / MARKER, {"parts": dict(parts), "files": hashes})
+        atomic.write_json(temp / MARKER, hashes)
+        shutil.rmtree(folder, ignore_errors=True)
         temp.rename(folder)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
-    return folder, False
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether a stage is there and every file is as it was written."""
     try:
-        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
+        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return all(sha256_file(folder / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError):
         return False

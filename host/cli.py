@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"example: {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, quiet=False)
         sub.add_argument("--json", action="store_true", help="end with one line of JSON")
         return sub
 
@@ -159,7 +159,10 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         export__samples=options.samples,
     )
     from host.exporter import Exporter
+    from host.residuals import processes
 
+    if not processes().is_main_process:
+        options.json, options.quiet = False, True
     say = _printer(options)
     exporter = Exporter(config, options.photos, options.output)
     plan = exporter.plan()
@@ -176,7 +179,10 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
     def on_stage(name: str, cached: bool, seconds: float) -> None:
         say(f"{name:<9} {'from the cache' if cached else f'{seconds:.1f} s'}")
 
-    manifest, errors, parity = exporter.run(on_stage)
+    made = exporter.run(on_stage)
+    if made is None:
+        return {"status": "complete"}
+    manifest, errors, parity = made
     if config.export.sample_dtype != "fp32":
         say(
             f"stored as {config.export.sample_dtype}, relative error: "
@@ -288,7 +294,7 @@ def _quiet_libraries() -> None:
 
 
 def _printer(options: argparse.Namespace) -> Callable[..., None]:
-    return (lambda *args, **kwargs: None) if options.json else print
+    return (lambda *args, **kwargs: None) if options.json or options.quiet else print
 
 
 class _StepLine:

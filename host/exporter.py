@@ -8,19 +8,20 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from PIL import Image
 
 from export import block_programs, lower, ops, weights
 from export.bundle import assemble_bundle, require_replaceable
 from export.parity import Parity, check_parity
 from host import patches, residuals
-from host.cache import cached_stage, stage_key
+from host.cache import cached_stage, is_whole, new_stage, stage_folder, stage_key
 from host.config import Config, ExportConfig
 from host.models import ModelFolder
 from host.models.base import spatial_factor
@@ -93,14 +94,25 @@ class Exporter:
         self.multiple = self.factor * self.model.adapter.patch_size(self.model.config)
         self.image_side = settings.image_side or self.model.config["sample_size"] * self.factor
         full = settings.patch_policy == "full"
-        self.patch_side = settings.patch_side or (self.image_side if full else self.image_side // 2)
-        for name, side in (("patch_side", self.patch_side), ("image_side", self.image_side)):
+        self.patch_side = settings.patch_side or (
+            self.image_side if full else max(1, self.image_side // 2 // self.multiple) * self.multiple
+        )
+        for name, side in (("image_side", self.image_side), ("patch_side", self.patch_side)):
             if side < self.multiple or side % self.multiple:
                 raise ValueError(
                     f"{name}: got {side}, expected a multiple of {self.multiple} (autoencoder x patch) pixels."
                 )
         if self.patch_side > self.image_side:
             raise ValueError(f"patch_side {self.patch_side} exceeds image_side {self.image_side}.")
+        if full and self.patch_side != self.image_side:
+            raise ValueError(
+                f"patch_policy 'full' takes whole pictures: leave patch_side out, or set it to {self.image_side}."
+            )
+        num_processes = residuals.processes().num_processes
+        if settings.samples < num_processes:
+            raise ValueError(
+                f"samples: got {settings.samples} for {num_processes} processes, expected at least one each."
+            )
 
     def _lora_layers(self, index: int) -> list[str]:
         return weights.lora_layers(
@@ -134,21 +146,21 @@ class Exporter:
 
     def run(
         self, on_stage: Callable[[str, bool, float], None]
-    ) -> tuple[manifest.BundleManifest, dict[str, float], Parity]:
-        """Makes the bundle.
+    ) -> tuple[manifest.BundleManifest, dict[str, float], Parity] | None:
+        """Makes the bundle. Under `accelerate launch` all processes make samples, the main one does the rest.
 
         Args:
             on_stage: Called after each stage with its name, whether it came from the cache, and its seconds.
 
         Returns:
-            The manifest, the relative storing error per sample tensor, and the parity with the base model.
+            The manifest, the relative storing error per sample tensor, and the parity with the base model; None in
+            the processes that are not the main one.
         """
-        state = PartialState()
+        state = residuals.processes()
         base_hash = self.model.sha256()
-        samples_dir = self._stage("samples", self._samples_key(base_hash), self._make_samples, on_stage)
+        samples_dir = self._samples_stage(self._samples_key(base_hash), on_stage)
         if not state.is_main_process:
-            # Shards of the other processes are in the stage's folder; the rest is the main process's work.
-            return None  # type: ignore[return-value]
+            return None
         weights_dir = self._stage("weights", self._weights_key(base_hash), self._make_weights, on_stage)
         programs_dir = self._stage("programs", self._programs_key(), self._make_programs, on_stage)
         start = time.perf_counter()
@@ -175,6 +187,21 @@ class Exporter:
         on_stage(name, hit, time.perf_counter() - start)
         return folder
 
+    def _samples_stage(self, key: dict[str, Any], on_stage: Callable[[str, bool, float], None]) -> Path:
+        """The main process owns the stage's folder; every process writes its shard into it."""
+        state, start = residuals.processes(), time.perf_counter()
+        folder = stage_folder("samples", key)
+        with ExitStack() as stack:
+            shared: list[str | None] = [None]
+            if state.is_main_process and not is_whole(folder):
+                shared = [str(stack.enter_context(new_stage(folder)))]
+            broadcast_object_list(shared)
+            if shared[0] is not None:
+                self._make_samples(Path(shared[0]))
+                state.wait_for_everyone()
+        on_stage("samples", shared[0] is None, time.perf_counter() - start)
+        return folder
+
     def _samples_key(self, base_hash: str) -> dict[str, Any]:
         settings: dict[str, Any] = encode(self.config.export)
         for irrelevant in ("model", "batch_size", "backend", "on_bad_photo", "lora_rank", "lora_alpha", "lora_targets"):
@@ -188,12 +215,12 @@ class Exporter:
             "photos": [[photo.name, photo.sha256, photo.caption] for photo in self.photos],
             "cut": list(self.cut),
             "sides": [self.patch_side, self.image_side, self.multiple],
-            "processes": PartialState().num_processes,
+            "processes": residuals.processes().num_processes,
             "version": __version__,
         }
 
     def _make_samples(self, folder: Path) -> None:
-        settings, state = self.config.export, PartialState()
+        settings, state = self.config.export, residuals.processes()
         plan = residuals.plan_samples(
             self.photos,
             count=settings.samples,
@@ -224,8 +251,9 @@ class Exporter:
             batch=settings.batch_size,
             shard_path=folder / shard,
         )
-        (folder / "errors.json").write_text(json.dumps(errors))
-        self._make_previews(folder / "preview", plan)
+        if state.is_main_process:
+            (folder / "errors.json").write_text(json.dumps(errors))
+            self._make_previews(folder / "preview", plan)
 
     def _make_previews(self, folder: Path, plan: residuals.SamplePlan) -> None:
         folder.mkdir()

@@ -26,6 +26,11 @@ from runtime.sample_store import SampleIdentity, SampleStoreWriter
 STORED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
 
 
+def processes() -> PartialState:
+    """The processes of this export: one, or those of `accelerate launch` or `torchrun`, on CPUs where there is no GPU."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplePlan:
     """Every random choice of the pool, made before anything is computed."""
@@ -128,7 +133,7 @@ def encode_patches(
     batch: int,
 ) -> Tensor:
     """Patches of the samples `rows` as latents (N, C, h, w); the autoencoder is loaded for this and freed."""
-    state = PartialState()
+    state = processes()
     vae = model.load("vae").to(state.device)
     prepared = [patches.prepare(photo.image, side_max) for photo in photos]
     latents = []
@@ -240,7 +245,7 @@ def make_samples(
     Returns:
         Relative L2 error of storing, per tensor.
     """
-    device = PartialState().device
+    device = processes().device
     transformer = transformer.to(device)
     prompt_inputs = model.adapter.prompt_inputs
     with ExitStack() as stack:
@@ -308,4 +313,4 @@ def _batches(rows: Sequence[int], batch: int) -> Iterator[Sequence[int]]:
 
 def _progress(batches: Iterator[Sequence[int]], count: int, batch: int, label: str) -> Iterator[Sequence[int]]:
     total = -(-count // batch)
-    return iter(tqdm(batches, total=total, desc=label, disable=not PartialState().is_main_process, leave=False))
+    return iter(tqdm(batches, total=total, desc=label, disable=not processes().is_main_process, leave=False))

@@ -1,6 +1,7 @@
 """Draws the sample subject: five pictures of a held-out label on five backgrounds.
 
-Reads the npm packages, writes `sample_subject/*.jpg`. One command: `python -m host.tiny_base.subject`.
+Reads the npm packages, writes `sample_subject/*.jpg`, a caption `.txt` beside each, and `sample_subject.json`.
+One command: `python -m host.tiny_base.subject`.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from host.tiny_base import world
+from runtime.atomic import write_json
 
 FOLDER = Path(__file__).parent / "sample_subject"
 LABEL = "sloth"
@@ -37,7 +39,7 @@ def draw_subject(label: str = LABEL) -> list[Image.Image]:
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the pictures, their captions and, beside the folder, the record of what was drawn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default=LABEL, help="a held-out label")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write")
@@ -46,6 +48,13 @@ def main() -> None:
     for number, (picture, name) in enumerate(zip(draw_subject(options.label), BACKGROUNDS, strict=True)):
         stem = f"{number}-{name.removeprefix('a ').removeprefix('the ').replace(' ', '-')}"
         picture.save(options.output / f"{stem}.jpg", quality=92)
+        (options.output / f"{stem}.txt").write_text(world.prompt_of(options.label, name) + "\n")
+    record = {
+        "label": options.label,
+        "backgrounds": BACKGROUNDS,
+        "unseen_backgrounds": [name for name in world.BACKGROUNDS if name not in BACKGROUNDS],
+    }
+    write_json(options.output.with_suffix(".json"), record)
 
 
 if __name__ == "__main__":
