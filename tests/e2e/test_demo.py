@@ -1,0 +1,31 @@
+"""The README's first command's work: the whole path on the embedded model, at full length."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from host.demo import BUDGET_MIB
+from host.tiny_base import subject
+
+
+@pytest.mark.long
+def test_the_demo_teaches_the_subject_within_its_time_and_budget(tmp_path):
+    start = time.monotonic()
+    command = [sys.executable, "-m", "host.cli", "demo", "--output", str(tmp_path / "demo"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 360
+    summary = json.loads(done.stdout.splitlines()[-1])["summary"]
+    assert summary["steps"] == 400
+    assert summary["last_loss"] < summary["first_loss"]
+    assert summary["peak_private_bytes"] < BUDGET_MIB * 2**20
+    run = tmp_path / "demo" / "run"
+    pictures = json.loads((run / "pictures" / "pictures.json").read_text())
+    assert len({item["prompt"] for item in pictures["items"]}) >= 4
+    assert all(item["unseen"] for item in pictures["items"])
+    assert not any(name in item["prompt"] for item in pictures["items"] for name in subject.BACKGROUNDS)
+    assert pictures["similarity"]["adapter"] > pictures["similarity"]["base"] + 0.03
+    assert (run / "report.html").stat().st_size > 100_000
