@@ -14,7 +14,7 @@ from host.tiny_base import world
 from runtime.atomic import write_json
 
 FOLDER = Path(__file__).parent / "sample_subject"
-LABEL = "sloth"
+LABEL = "trophy"
 SIDE = 512
 BACKGROUNDS = ("a white background", "the grass", "a blue background", "a wooden table", "a sunset")
 """The other eleven are for prompts not seen in training."""
