@@ -220,7 +220,12 @@ class Pretraining:
 
     def publish(self, folder: Path) -> None:
         """Writes the averaged weights as `folder/transformer`, float16."""
-        copy.deepcopy(self.average).half().save_pretrained(folder / "transformer")
+        temp = folder / "transformer.partial"
+        copy.deepcopy(self.average).half().save_pretrained(temp)
+        for path in temp.iterdir():
+            path.chmod(0o644)
+            path.replace(folder / "transformer" / path.name)
+        temp.rmdir()
 
 
 def main() -> None:
