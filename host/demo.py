@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from host.models.base import EMBEDDED_DIR
 from host.report import summary_table
 
-SETTINGS = EMBEDDED_DIR / "demo.toml"
-SUBJECT = EMBEDDED_DIR / "sample_subject"
+EMBEDDED_DIR = Path(__file__).parent / "tiny_base"
+SETTINGS, SUBJECT = EMBEDDED_DIR / "demo.toml", EMBEDDED_DIR / "sample_subject"
 BUDGET_MIB = 16
 
 

@@ -113,7 +113,7 @@ def prepare(image: Image.Image, side_max: int) -> Image.Image:
         side_max: Pixels.
     """
     if image.mode != "RGB":
-        raise ValueError(f"photo: got mode {image.mode}, expected RGB; convert it with host.photos.to_rgb")
+        raise ValueError(f"photo: got mode {image.mode}, expected RGB; convert it with host.decode.to_rgb")
     return _resized(image, prepared_size(image.size, side_max))
 
 

@@ -1,4 +1,4 @@
-"""The photos of a subject: found, checked, decoded, turned upright and made plain sRGB.
+"""The photos of a subject: the pictures of a folder, checked and tied to their captions.
 
 Reads the pictures of one folder and the captions beside them; subfolders are not searched. Writes nothing: the photos
 stay as they are, byte for byte.
@@ -6,18 +6,14 @@ Command: `pocketdit doctor PHOTOS`.
 """
 
 import hashlib
-import io
 import logging
 import unicodedata
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from PIL import ExifTags, Image, ImageCms, ImageFile, features
+from PIL import Image
 
 from host.captions import (
     captioned_sentence,
@@ -26,36 +22,15 @@ from host.captions import (
     resolve_caption,
     stray_caption_files,
 )
+from host.decode import READ_FORMATS, WHITE, Color, Decoded, checked_color, decode, format_of, is_picture
 
 logger = logging.getLogger(__name__)
 
-Color = tuple[int, int, int]
 CaptionSource = Literal["sidecar", "instance prompt", ""]
 OnBad = Literal["skip", "fail"]
 
-WHITE: Color = (255, 255, 255)
 MAX_ASPECT = 16
-READ_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
-READ_EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-HEIC_EXTENSIONS = (".heic", ".heif")
-HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-# Raw files are TIFF inside, and the picture that Pillow finds in them is a thumbnail.
-RAW_EXTENSIONS = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".srw", ".pef")
-OTHER_EXTENSIONS = (".avif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".tga", ".ico")
 JUNK_NAMES = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx", "@eadir")
-HEIC_ADVICE = "HEIC needs pillow-heif: pip install pillow-heif, or convert to JPEG"
-COPY_ADVICE = "copy the file again or remove it"
-
-# What undoes each EXIF orientation.
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +81,6 @@ class Photo:
     """EXIF orientation that was undone, 1 to 8."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Decoded:
-    image: Image.Image
-    format: str
-    orientation: int
-    mode: str
-    notes: list[str]
-
-
 def inspect_photos(photos_dir: Path, *, min_side: int, instance_prompt: str | None = None) -> list[PhotoRow]:
     """Decodes every picture of a folder and says what training would do with it.
 
@@ -161,7 +127,7 @@ def load_photos(
     """
     if on_bad not in ("skip", "fail"):
         raise ValueError(f"policy for bad pictures: got {on_bad!r}, expected skip or fail; choose one of them")
-    found = list(_read_folder(photos_dir, min_side, instance_prompt, _checked_color(background)))
+    found = list(_read_folder(photos_dir, min_side, instance_prompt, checked_color(background)))
     rows = [row for row, _ in found]
     _require_picture(photos_dir, rows)
     bad = [row for row in rows if row.picture and not row.accepted]
@@ -203,28 +169,6 @@ def ignored_names(photos_dir: Path) -> list[str]:
     entries = _entries(photos_dir)
     strays = stray_caption_files(photos_dir, _pictures(entries))
     return [path.name for path in entries if _is_junk(path) or (_is_caption(path) and path not in strays)]
-
-
-def to_rgb(image: Image.Image, background: Color = WHITE) -> Image.Image:
-    """Makes any picture upright 8-bit sRGB without alpha.
-
-    The EXIF orientation is undone, an embedded colour profile converted, 16-bit and float values scaled to 8 bits, and
-    transparent pixels blended with the background, so that colours hidden under them do not show.
-
-    Args:
-        image: Picture in any mode of Pillow, still with its `info`.
-        background: Red, green, blue from 0 to 255.
-
-    Returns:
-        A new RGB picture. Of an animation, the first frame.
-
-    Raises:
-        ValueError: If the background is not a colour, or the pixels are not finite.
-    """
-    converted, _, notes = _to_rgb(image, _checked_color(background))
-    for note in notes:
-        logger.warning("%s", note)
-    return converted
 
 
 def doctor_table(rows: Sequence[PhotoRow], *, num_ignored: int = 0) -> str:
@@ -285,31 +229,7 @@ def _is_caption(path: Path) -> bool:
 
 
 def _pictures(entries: Sequence[Path]) -> list[Path]:
-    """What is, or was meant as, a picture: by extension, or by its first bytes as some apps save without one."""
-    return [
-        path for path in entries if not (_is_junk(path) or path.is_dir() or _is_caption(path)) and _is_picture(path)
-    ]
-
-
-def _is_picture(path: Path) -> bool:
-    known = (*READ_EXTENSIONS, *HEIC_EXTENSIONS, *RAW_EXTENSIONS, *OTHER_EXTENSIONS)
-    if path.suffix.lower() in known:
-        return True
-    try:
-        with path.open("rb") as file:
-            return bool(_format_of(file.read(16)))
-    except OSError:
-        return False
-
-
-def _format_of(head: bytes) -> str:
-    """Recognises a format by the first 12 bytes; BMP is left out, as two letters prove nothing."""
-    if head[4:8] == b"ftyp" and head[8:12] in HEIC_BRANDS:
-        return "HEIC"
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return "WEBP"
-    signatures = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"GIF8": "GIF"}
-    return next((name for signature, name in signatures.items() if head.startswith(signature)), "")
+    return [path for path in entries if not (_is_junk(path) or path.is_dir() or _is_caption(path)) and is_picture(path)]
 
 
 def _require_picture(photos_dir: Path, rows: Sequence[PhotoRow]) -> None:
@@ -354,7 +274,7 @@ def _read_picture(
     except OSError as error:
         return _row(path, b"", reason=f"cannot be read ({error.strerror}): make the file readable or remove it"), None
     try:
-        decoded = _decode(path, data, background)
+        decoded = decode(path, data, background)
     except ValueError as error:
         return _row(path, data, reason=str(error)), None
     width, height = decoded.image.size
@@ -396,7 +316,7 @@ def _row(
     *,
     reason: str,
     picture: bool = True,
-    decoded: _Decoded | None = None,
+    decoded: Decoded | None = None,
     caption: str = "",
     caption_source: CaptionSource = "",
     accepted: bool = False,
@@ -405,7 +325,7 @@ def _row(
     return PhotoRow(
         name=path.name,
         picture=picture,
-        format=decoded.format if decoded else _format_of(data),
+        format=decoded.format if decoded else format_of(data),
         orientation=decoded.orientation if decoded else 1,
         mode=decoded.mode if decoded else "",
         width=width,
@@ -419,182 +339,8 @@ def _row(
     )
 
 
-def _decode(path: Path, data: bytes, background: Color) -> _Decoded:
-    """Decodes every pixel, as the header of a truncated file looks fine; raises ValueError with a reason for the row."""
-    suffix = path.suffix.lower()
-    if not data:
-        raise ValueError(f"empty file (0 bytes): {COPY_ADVICE}")
-    if suffix in RAW_EXTENSIONS:
-        raise ValueError("camera raw files are not read: export it as JPEG")
-    formats = list(READ_FORMATS)
-    if _format_of(data) == "HEIC":
-        if not _register_heic():
-            raise ValueError(HEIC_ADVICE)
-        formats.append("HEIF")
-    elif suffix in OTHER_EXTENSIONS and not _format_of(data):
-        raise ValueError(f"{suffix[1:].upper()} is not read: convert it to JPEG or PNG")
-    with _strict_decoding():
-        try:
-            image = Image.open(io.BytesIO(data), formats=formats)
-            # Loading turns a TIFF upright and forgets that it did; pillow-heif does so with a HEIC and keeps a note.
-            undone = _orientation(image)[0] if image.format == "TIFF" else image.info.get("original_orientation")
-            image.load()
-        except Image.DecompressionBombError as error:
-            limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
-            raise ValueError(
-                f"more than {limit:.0f} megapixels, too many to decode safely: save a smaller copy"
-            ) from error
-        except Image.UnidentifiedImageError as error:
-            what = "truncated or damaged (no whole header)" if _format_of(data) else "no picture inside"
-            raise ValueError(f"{what}: {COPY_ADVICE}") from error
-        except Exception as error:  # the decoders raise a dozen types on damaged bytes
-            raise ValueError(f"truncated or damaged ({error}): {COPY_ADVICE}") from error
-        notes = ["animated or several pages: the first is used"] if _is_animated(image) else []
-        try:
-            rgb, orientation, more_notes = _to_rgb(image, background)
-        except Exception as error:
-            raise ValueError(f"cannot be made RGB ({error}): convert it to JPEG or PNG") from error
-    names = {"MPO": "JPEG", "HEIF": "HEIC"}
-    name = image.format or ""
-    return _Decoded(
-        image=rgb,
-        format=names.get(name, name),
-        orientation=undone or orientation,
-        mode=image.mode,
-        notes=notes + more_notes,
-    )
-
-
-@contextmanager
-def _strict_decoding() -> Iterator[None]:
-    """Refuses truncated files even if another library asked Pillow to accept them, and lets large photos pass quietly."""
-    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
-
-
-def _register_heic() -> bool:
-    try:
-        import pillow_heif
-    except ImportError:
-        return False
-    pillow_heif.register_heif_opener()
-    return True
-
-
-def _is_animated(image: Image.Image) -> bool:
-    # In files of phones the further frames are previews, depth maps or the rest of a burst.
-    return image.format not in ("MPO", "HEIF") and bool(getattr(image, "is_animated", False))
-
-
 def _pixel_hash(image: Image.Image) -> str:
     return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
-
-
-def _orientation(image: Image.Image) -> tuple[int, list[str]]:
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception as error:  # damaged EXIF, which says nothing about the pixels
-        return 1, [f"EXIF cannot be read ({error}): taken as upright"]
-    return (orientation if orientation in range(1, 9) else 1), []
-
-
-def _to_rgb(image: Image.Image, background: Color) -> tuple[Image.Image, int, list[str]]:
-    """Also returns the EXIF orientation that was undone and what went wrong on the way."""
-    image.load()
-    orientation, notes = _orientation(image)
-    icc = image.info.get("icc_profile")
-    if orientation in UPRIGHT:
-        image = image.transpose(UPRIGHT[orientation])
-    if image.mode.startswith("I") or image.mode == "F":
-        image = _to_8_bit(image)
-    color, alpha = _split_alpha(image)
-    rgb = _to_srgb(color, icc, notes)
-    if alpha is not None:
-        canvas = Image.new("RGB", rgb.size, background)
-        canvas.paste(rgb, mask=alpha)
-        rgb = canvas
-    rgb.info = {}  # or a second call would turn the picture and convert its colours again
-    return rgb, orientation, notes
-
-
-def _to_8_bit(image: Image.Image) -> Image.Image:
-    """Scales 16-bit, 32-bit and float greys to L, or to LA if a grey value stands for transparency.
-
-    White is 65535 for 16 bits. 32-bit and float files do not say what white is: the smallest of the usual whites that
-    covers the values is taken, and other ranges are stretched from their least to their greatest value.
-    """
-    values = np.asarray(image).astype(np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError("pixels: got NaN or infinity, expected finite values")
-    low, high = min(0.0, values.min()), values.max()
-    if image.mode.startswith("I;16"):
-        white = 65535.0
-    else:
-        usual = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
-        white = next((white for white in usual if low == 0 and high <= white), high)
-    scaled = (values - low) / max(white - low, 1e-300) * 255
-    grey = Image.fromarray(np.rint(scaled).astype(np.uint8))
-    key = image.info.get("transparency")
-    if not isinstance(key, int):
-        return grey
-    return Image.merge("LA", (grey, Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))))
-
-
-def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    if image.mode == "La":
-        image = image.convert("LA")
-    if not image.has_transparency_data:
-        return image, None
-    rgba = image.convert("RGBA")
-    color = image.convert("L") if image.mode in ("1", "L", "LA") else rgba.convert("RGB")
-    return color, rgba.getchannel("A")
-
-
-def _to_srgb(color: Image.Image, icc: bytes | None, notes: list[str]) -> Image.Image:
-    """Converts the colours of a picture without alpha by its profile; without one they count as sRGB already."""
-    mode = color.mode
-    if mode not in ("L", "RGB", "CMYK"):
-        color = color.convert("L" if mode == "1" else "RGB")
-    if not icc or mode == "LAB":
-        return color.convert("RGB")
-    if not features.check("littlecms2"):
-        notes.append("colour profile not used: this build of Pillow has no LittleCMS")
-        return color.convert("RGB")
-    try:
-        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
-        space = profile.profile.xcolor_space.strip()
-        if space == "RGB" and color.mode == "L":
-            color = color.convert("RGB")
-        if {"GRAY": "L"}.get(space, space) != color.mode:
-            notes.append(f"colour profile not used: it is for {space}, the picture is {mode}")
-            return color.convert("RGB")
-        converted = ImageCms.profileToProfile(
-            color,
-            profile,
-            ImageCms.createProfile("sRGB"),
-            renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
-            outputMode="RGB",
-            flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
-        )
-    except (OSError, ImageCms.PyCMSError) as error:
-        notes.append(f"colour profile not used: it cannot be read ({error})")
-        return color.convert("RGB")
-    assert converted is not None
-    return converted
-
-
-def _checked_color(background: Color) -> Color:
-    if len(background) != 3 or not all(isinstance(value, int) and 0 <= value <= 255 for value in background):
-        raise ValueError(
-            f"background: got {background!r}, expected red, green, blue from 0 to 255; (255, 255, 255) is white"
-        )
-    return background
 
 
 def _columns(text: str) -> int:

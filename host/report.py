@@ -7,39 +7,22 @@ Command: `pocketdit report RUN`.
 
 import base64
 import io
-import json
-import math
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from PIL import Image
 
 from host.charts import STYLE, Limit, Series, escape, format_amount, line_chart, moving_mean, stacked_bar
+from host.report_inputs import MIB, ReportInputs, dicts, lookup, number, read_inputs
 from runtime import atomic
-from runtime.metrics import read_metrics
 
-RUN_SCHEMA = "pocketdit.run/1"
-MIB = 1024 * 1024
 MAX_EMBEDDED_BYTES = 400_000
 MAX_EMBEDDED_SIDE = 640
 STEP_PARTS = (("read", "c2"), ("forward", "c1"), ("backward", "c4"), ("optimizer", "c3"))
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 UNFINISHED = {"stopped": "Stopped early. ", "running": "Not finished yet. ", "failed": "Ended by an error. "}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Everything the page shows, as it lies on disk; a missing optional file is an empty dictionary."""
-
-    run_dir: Path
-    bundle_dir: Path
-    run: dict[str, Any]
-    rows: list[dict[str, Any]]
-    pictures: dict[str, Any]
-    manifest: dict[str, Any]
 
 
 def write_report(run_dir: Path, bundle_dir: Path, report_path: Path | None = None) -> Path:
@@ -57,7 +40,7 @@ def write_report(run_dir: Path, bundle_dir: Path, report_path: Path | None = Non
         ValueError: If the run folder has no readable `run.json`, or one of another schema.
     """
     report_path = report_path or run_dir / "report.html"
-    atomic.write_bytes(report_path, _page(_load(run_dir, bundle_dir)).encode())
+    atomic.write_bytes(report_path, _page(read_inputs(run_dir, bundle_dir)).encode())
     return report_path
 
 
@@ -67,90 +50,18 @@ def summary_table(run_dir: Path) -> str:
     Raises:
         ValueError: If the run folder has no readable `run.json`, or one of another schema.
     """
-    data = _load(run_dir, run_dir)
-    before, after = _similarity(data)
-    peak_mib, budget_mib = _peak_and_budget_mib(data)
+    data = read_inputs(run_dir, run_dir)
+    before, after = data.similarity()
+    peak_mib, budget_mib = data.peak_and_budget_mib()
     lines = (
         ("steps", _steps_text(data)),
-        ("ms per step (median)", _text(_step_ms(data))),
+        ("ms per step (median)", _text(data.step_ms())),
         ("peak private memory", f"{_mib(peak_mib)}{'' if budget_mib is None else f' of {_mib(budget_mib)}'}"),
-        ("read from flash", f"{_size(_total(data, 'streamed_bytes'))} streamed"),
-        ("", f"{_size(_total(data, 'flash_read_bytes'))} from the device"),
+        ("read from flash", f"{_size(data.total('streamed_bytes'))} streamed"),
+        ("", f"{_size(data.total('flash_read_bytes'))} from the device"),
         ("subject similarity", f"{_fixed(before)} base, {_fixed(after)} adapter"),
     )
     return "\n".join(f"{name:<22}{value}" for name, value in lines)
-
-
-# Reading. Keep the keys in sync with runtime/trainer.py, runtime/manifest.py and host/generate.py.
-
-
-def _load(run_dir: Path, bundle_dir: Path) -> _Run:
-    run = _read_json(run_dir / "run.json")
-    if not run:
-        raise ValueError(f"no readable run.json in {run_dir}: expected a folder that `pocketdit train` wrote")
-    if run.get("schema") != RUN_SCHEMA:
-        raise ValueError(
-            f"{run_dir / 'run.json'} has schema {run.get('schema')!r}, expected {RUN_SCHEMA!r}: "
-            "make the report with the version of pocketdit that trained the run"
-        )
-    return _Run(
-        run_dir=run_dir,
-        bundle_dir=bundle_dir,
-        run=run,
-        rows=[row for row in read_metrics(run_dir) if _num(row, "step") is not None],
-        pictures=_read_json(run_dir / "pictures" / "pictures.json"),
-        manifest=_read_json(bundle_dir / "manifest.json"),
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _get(data: Any, *keys: str) -> Any:
-    for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
-
-
-def _num(data: Any, *keys: str) -> float | None:
-    """A finite number, or None: NaN, infinity, text and absence all count as not measured."""
-    value = _get(data, *keys)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def _dicts(values: Any) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
-
-
-def _column(data: _Run, key: str) -> list[float]:
-    return [value for row in data.rows if (value := _num(row, key)) is not None]
-
-
-def _total(data: _Run, key: str) -> float | None:
-    """A total from the summary; a run that still goes on, or was killed, has it in the last row only."""
-    total = _num(data.run, "summary", key)
-    return total if total is not None or not data.rows else _num(data.rows[-1], key)
-
-
-def _step_ms(data: _Run) -> float | None:
-    step_ms, times_ms = _num(data.run, "summary", "step_ms_median"), _column(data, "step_ms")
-    return median(times_ms) if step_ms is None and times_ms else step_ms
-
-
-def _peak_and_budget_mib(data: _Run) -> tuple[float | None, float | None]:
-    peak_bytes = _total(data, "peak_private_bytes")
-    return None if peak_bytes is None else peak_bytes / MIB, _num(data.run, "budget_mib")
-
-
-def _similarity(data: _Run) -> tuple[float | None, float | None]:
-    return _num(data.pictures, "similarity", "base"), _num(data.pictures, "similarity", "adapter")
 
 
 # Numbers and small pieces.
@@ -182,9 +93,9 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds / scale:.0f} {unit}" if unit == "s" else f"{seconds / scale:.1f} {unit}"
 
 
-def _steps_text(data: _Run) -> str:
-    steps = _num(data.run, "summary", "steps") or (data.rows[-1]["step"] if data.rows else 0)
-    planned = _num(data.run, "settings", "steps")
+def _steps_text(data: ReportInputs) -> str:
+    steps = number(data.run, "summary", "steps") or (data.rows[-1]["step"] if data.rows else 0)
+    planned = number(data.run, "settings", "steps")
     return f"{steps:,.0f}" + ("" if planned in (None, steps) else f" of {planned:,.0f}")
 
 
@@ -204,7 +115,7 @@ def _missing(what: str, command: str = "", folder: Path = Path()) -> str:
     return f'<p class="missing">{escape(what)}{advice}</p>'
 
 
-def _no_metrics(data: _Run, what: str) -> str:
+def _no_metrics(data: ReportInputs, what: str) -> str:
     return _missing(f"The run has no {what} yet.", "pocketdit train", data.bundle_dir)
 
 
@@ -237,8 +148,8 @@ def _image(folder: Path, name: object, alt: str) -> str:
 # The page, from top to bottom.
 
 
-def _page(data: _Run) -> str:
-    title = str(_get(data.manifest, "subject", "instance_prompt") or "Untitled subject")
+def _page(data: ReportInputs) -> str:
+    title = str(lookup(data.manifest, "subject", "instance_prompt") or "Untitled subject")
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
@@ -251,9 +162,9 @@ def _page(data: _Run) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>{body}</main></body></html>\n'
 
 
-def _header(data: _Run, title: str) -> str:
+def _header(data: ReportInputs, title: str) -> str:
     hero = ""
-    photos, items = _dicts(_get(data.manifest, "subject", "photos")), _dicts(data.pictures.get("items"))
+    photos, items = dicts(lookup(data.manifest, "subject", "photos")), dicts(data.pictures.get("items"))
     if photos and items:
         pictures_dir = data.run_dir / "pictures"
         pictures = (
@@ -269,8 +180,8 @@ def _header(data: _Run, title: str) -> str:
     )
 
 
-def _verdict(data: _Run) -> str:
-    how_far, (before, after) = f"{_steps_text(data)} steps", _similarity(data)
+def _verdict(data: ReportInputs) -> str:
+    how_far, (before, after) = f"{_steps_text(data)} steps", data.similarity()
     if before is None or after is None:
         taught = f"Trained for {how_far}; subject similarity is not measured yet"
     elif _fixed(before) == _fixed(after):
@@ -278,7 +189,7 @@ def _verdict(data: _Run) -> str:
     else:
         way = "rose" if after > before else "fell"
         taught = f"Subject similarity {way} from {_fixed(before)} to {_fixed(after)} in {how_far}"
-    peak_mib, budget_mib = _peak_and_budget_mib(data)
+    peak_mib, budget_mib = data.peak_and_budget_mib()
     held = "" if peak_mib is None else f"; peak private memory {_mib(peak_mib)}"
     if peak_mib is not None and budget_mib is not None:
         held += f"{', over its' if peak_mib > budget_mib else ' of a'} budget of {_mib(budget_mib)}"
@@ -286,19 +197,19 @@ def _verdict(data: _Run) -> str:
 
 
 def _tile(name: str, value: str, note: str, share: float | None = None, bad: bool = False) -> str:
-    number, _, unit = value.rpartition(" ") if value[-1].isalpha() else (value, "", "")
+    amount, _, unit = value.rpartition(" ") if value[-1].isalpha() else (value, "", "")
     unit = f" <small>{escape(unit)}</small>" if unit else ""
-    strong = f'<strong class="{"bad" if bad else "good"}">{escape(number)}{unit}</strong>'
+    strong = f'<strong class="{"bad" if bad else "good"}">{escape(amount)}{unit}</strong>'
     meter = "" if share is None else _meter(share, "over" if bad else "after")
     return f'<div class="tile"><p>{escape(name)}</p>{strong}<p>{escape(note)}</p>{meter}</div>'
 
 
-def _tiles(data: _Run) -> str:
-    before, after = _similarity(data)
-    peak_mib, budget_mib = _peak_and_budget_mib(data)
+def _tiles(data: ReportInputs) -> str:
+    before, after = data.similarity()
+    peak_mib, budget_mib = data.peak_and_budget_mib()
     share = peak_mib / budget_mib if peak_mib is not None and budget_mib else None
     limit = "no budget was set" if budget_mib is None else f"of a budget of {_mib(budget_mib)}"
-    step_ms, streamed_bytes = _step_ms(data), _total(data, "streamed_bytes")
+    step_ms, streamed_bytes = data.step_ms(), data.total("streamed_bytes")
     tiles = []
     if before is None or after is None:
         tiles.append(_tile("Subject similarity", "—", "not measured yet"))
@@ -308,19 +219,19 @@ def _tiles(data: _Run) -> str:
     tiles += [
         _tile("Peak private memory", _mib(peak_mib), limit, share, share is not None and share > 1),
         _tile("Time per step", "—" if step_ms is None else f"{format_amount(step_ms)} ms", "median of all steps"),
-        _tile("Training time", _duration(_total(data, "seconds")), f"{_steps_text(data)} steps"),
-        _tile("Read from flash", _size(_total(data, "flash_read_bytes")), f"{_size(streamed_bytes)} streamed in all"),
+        _tile("Training time", _duration(data.total("seconds")), f"{_steps_text(data)} steps"),
+        _tile("Read from flash", _size(data.total("flash_read_bytes")), f"{_size(streamed_bytes)} streamed in all"),
     ]
-    num_blocks = _num(data.manifest, "base", "num_blocks")
+    num_blocks = number(data.manifest, "base", "num_blocks")
     if num_blocks is not None:
-        head, tail = (int(_num(data.manifest, "cut", end) or 0) for end in ("head", "tail"))
+        head, tail = (int(number(data.manifest, "cut", end) or 0) for end in ("head", "tail"))
         note = f"of {num_blocks:.0f}; first {head} and last {tail} skipped"
         tiles.append(_tile("Blocks trained", f"{num_blocks - head - tail:.0f}", note))
     return f'<section id="numbers" aria-label="Headline numbers"><div class="tiles">{"".join(tiles)}</div></section>'
 
 
-def _photos(data: _Run) -> str:
-    photos = _dicts(_get(data.manifest, "subject", "photos"))
+def _photos(data: ReportInputs) -> str:
+    photos = dicts(lookup(data.manifest, "subject", "photos"))
     if not photos:
         what = (
             f"The bundle {data.bundle_dir} lists no photos: give the report the bundle that the run was trained from."
@@ -335,8 +246,8 @@ def _photos(data: _Run) -> str:
     return _section("photos", "The photos", lead, f'<div class="photos">{"".join(figures)}</div>')
 
 
-def _pictures(data: _Run) -> str:
-    heading, items = "Pictures before and after", _dicts(data.pictures.get("items"))
+def _pictures(data: ReportInputs) -> str:
+    heading, items = "Pictures before and after", dicts(data.pictures.get("items"))
     if not items:
         note = _missing("No pictures were made with this adapter yet.", "pocketdit generate", data.run_dir)
         return _section("pictures", heading, "", note)
@@ -348,19 +259,19 @@ def _pictures(data: _Run) -> str:
         tag = '<span class="tag">unseen prompt</span>' if pairs[0].get("unseen") is True else ""
         figures = "".join(_pair(data, prompt, item) for item in pairs)
         body.append(f'<h3><bdi>{escape(prompt)}</bdi>{tag}</h3><div class="pairs">{figures}</div>')
-    if all(_num(item, "similarity_adapter") is None for item in items):
+    if all(number(item, "similarity_adapter") is None for item in items):
         body.append(_missing("Similarity to the photos was not measured.", "pocketdit evaluate", data.run_dir))
-    steps, guidance = _num(data.pictures, "steps"), _num(data.pictures, "guidance")
+    steps, guidance = number(data.pictures, "steps"), number(data.pictures, "guidance")
     lead = "Each pair starts from the same seed: left the base model, right the same model with the adapter. "
     lead += "Similarity tells how close a picture is to the photos; higher is closer."
     lead += "" if steps is None or guidance is None else f" {steps:.0f} sampling steps, guidance {guidance:g}."
     return _section("pictures", heading, lead, "".join(body))
 
 
-def _pair(data: _Run, prompt: str, item: dict[str, Any]) -> str:
+def _pair(data: ReportInputs, prompt: str, item: dict[str, Any]) -> str:
     halves, seed = [], item.get("seed", "—")
     for label, css, key in (("Before", "before", "base"), ("After", "after", "adapter")):
-        similarity = _num(item, f"similarity_{key}")
+        similarity = number(item, f"similarity_{key}")
         picture = _image(data.run_dir / "pictures", item.get(key), f"{label}, seed {seed}: {prompt}")
         below = "" if similarity is None else f'<span class="similarity">similarity {_fixed(similarity)}</span>'
         below += "" if similarity is None else _meter(similarity, css)
@@ -368,8 +279,8 @@ def _pair(data: _Run, prompt: str, item: dict[str, Any]) -> str:
     return f'<figure class="pair"><div>{"".join(halves)}</div><figcaption>Seed {escape(seed)}</figcaption></figure>'
 
 
-def _loss(data: _Run) -> str:
-    losses, known = [_num(row, "loss") for row in data.rows], _column(data, "loss")
+def _loss(data: ReportInputs) -> str:
+    losses, known = [number(row, "loss") for row in data.rows], data.column("loss")
     if not known:
         return _section("loss", "Loss", "", _no_metrics(data, "loss values"))
     steps = [float(row["step"]) for row in data.rows]
@@ -383,7 +294,7 @@ def _loss(data: _Run) -> str:
         Series(label="one step", points=list(zip(steps, losses, strict=True)), style="dots", color="c1"),
         Series(label=f"mean of {window} steps", points=list(zip(steps, smooth, strict=True)), style="line", color="c1"),
     ]
-    held_out = [(float(row["step"]), loss) for row in data.rows if (loss := _num(row, "held_out_loss")) is not None]
+    held_out = [(float(row["step"]), loss) for row in data.rows if (loss := number(row, "held_out_loss")) is not None]
     if held_out:
         series.append(Series(label="held-out samples", points=held_out, style="line", color="c2"))
     low = min(known) if min(known) > 0.5 * cap else 0.0
@@ -401,9 +312,9 @@ def _loss(data: _Run) -> str:
     return _section("loss", "Loss", lead, body)
 
 
-def _memory(data: _Run) -> str:
+def _memory(data: ReportInputs) -> str:
     def curve(label: str, key: str, style: Any, color: str) -> list[Series]:
-        timed = [(seconds, _num(row, key)) for row in data.rows if (seconds := _num(row, "seconds")) is not None]
+        timed = [(seconds, number(row, key)) for row in data.rows if (seconds := number(row, "seconds")) is not None]
         points = [(seconds, None if value is None else value / MIB) for seconds, value in timed]
         is_known = any(value is not None for _, value in points)
         return [Series(label=label, points=points, style=style, color=color)] if is_known else []
@@ -413,7 +324,7 @@ def _memory(data: _Run) -> str:
     mapped = curve("file-backed memory", "file_bytes", "area", "c3")
     if not private:
         return _section("memory", "Memory over time", "", _no_metrics(data, "memory values"))
-    budget_mib, idle_bytes = _num(data.run, "budget_mib"), _num(data.run, "idle_private_bytes")
+    budget_mib, idle_bytes = number(data.run, "budget_mib"), number(data.run, "idle_private_bytes")
     limit = None if budget_mib is None else Limit(value=budget_mib, label=f"budget {_mib(budget_mib)}")
     title, x_label = "Private memory over time against the budget", "time (s)"
     chart = line_chart(private, title=title, x_label=x_label, y_label="private memory (MiB)", limit=limit)
@@ -428,9 +339,9 @@ def _memory(data: _Run) -> str:
     return _section("memory", "Memory over time", lead, _plate(chart, idle))
 
 
-def _step_time(data: _Run) -> str:
-    heading, times_ms = "Where a step's time goes", _column(data, "step_ms")
-    columns = [(name, _column(data, f"{name}_ms"), color) for name, color in STEP_PARTS]
+def _step_time(data: ReportInputs) -> str:
+    heading, times_ms = "Where a step's time goes", data.column("step_ms")
+    columns = [(name, data.column(f"{name}_ms"), color) for name, color in STEP_PARTS]
     parts = [(name, fmean(column), color) for name, column, color in columns if column]
     known_ms = sum(value for _, value, _ in parts)
     if not times_ms or known_ms <= 0:
@@ -442,7 +353,7 @@ def _step_time(data: _Run) -> str:
     return _section("time", heading, lead, _plate(chart))
 
 
-def _patches(data: _Run) -> str:
+def _patches(data: ReportInputs) -> str:
     heading, name = "Patch sampling", "preview/crops.png"
     if not (data.bundle_dir / name).is_file():
         note = _missing(f"The bundle has no picture of its crops ({name}).")
@@ -453,10 +364,10 @@ def _patches(data: _Run) -> str:
     return _section("patches", heading, lead, f'<div class="plate">{_image(data.bundle_dir, name, alt)}</div>')
 
 
-def _settings(data: _Run) -> str:
+def _settings(data: ReportInputs) -> str:
     run, manifest = data.run, data.manifest
-    methods = _get(manifest, "programs", "methods")
-    planned = {name: _size(_num(methods, name, "planned_bytes")) for name in methods or {}}
+    methods = lookup(manifest, "programs", "methods")
+    planned = {name: _size(number(methods, name, "planned_bytes")) for name in methods or {}}
     versions = {"pocketdit": run.get("version"), "bundle made by": manifest.get("created_by")}
     versions |= {**(run.get("versions") or {}), "run": run.get("schema"), "bundle": manifest.get("schema")}
     groups = (

@@ -18,7 +18,7 @@ PROMPT = 'a photo of <b>my</b> "sks" cat & 🐱'
 PROMPTS = (PROMPT, "a sks cat on a red sofa, evening light", "a sks cat's portrait <script>alert(1)</script>")
 SECTIONS = ("numbers", "photos", "pictures", "loss", "memory", "time", "patches", "settings")
 VOID = {"meta", "link", "img", "br", "input", "hr"}
-SHARED_PHOTOS = Path("/work/shared/photos/cat")
+SHARED_PHOTOS = Path(__file__).parents[3] / "shared/photos/cat"
 
 
 class _Page(HTMLParser):
