@@ -220,11 +220,12 @@ class Pretraining:
 
     def publish(self, folder: Path) -> None:
         """Writes the averaged weights as `folder/transformer`, float16."""
-        temp = folder / "transformer.partial"
+        temp, target = folder / "transformer.partial", folder / "transformer"
+        target.mkdir(exist_ok=True)
         copy.deepcopy(self.average).half().save_pretrained(temp)
         for path in temp.iterdir():
             path.chmod(0o644)
-            path.replace(folder / "transformer" / path.name)
+            path.replace(target / path.name)
         temp.rmdir()
 
 
