@@ -223,17 +223,15 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         )
         return {"status": "dry-run", "planned_private_bytes": planned, "settings": encode(settings)}
     stop = _stop_on_signal()
-    progress = _StepLine(settings.steps, show=not options.json)
     run = trainer.train(
         options.bundle,
         run_dir,
         settings,
         budget_mib=options.budget,
         threads=options.threads,
-        on_step=progress,
+        on_step=_StepLine(settings.steps, show=not options.json),
         should_stop=stop,
     )
-    progress.close()
     if run["status"] == "complete":
         say(f"adapter {run_dir / trainer.ADAPTER}. Next: pocketdit generate {run_dir}")
     else:
@@ -317,9 +315,6 @@ class _StepLine:
                 f"peak {row['peak_private_bytes'] / MIB:.0f} MiB | eta {eta_min:.1f} min",
                 flush=True,
             )
-
-    def close(self) -> None:
-        """Nothing is left open; the last step was printed."""
 
 
 def _stop_on_signal() -> Callable[[], bool]:

@@ -6,17 +6,15 @@ the samples' order follows from the seed and the step.
 
 import json
 import logging
-import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.adapter import LoraParameters
 from runtime.errors import CheckpointError
 from runtime.optimizer import AdamW
-from runtime.tensor_file import tensor_bytes, write_tensor_file
+from runtime.tensor_file import tensors_crc32, write_tensor_file
 
 SCHEMA = "pocketdit.checkpoint/1"
 KEEP = 2
@@ -39,7 +37,7 @@ def save_checkpoint(run_dir: Path, step: int, lora: LoraParameters, optimizer: A
     metadata = {
         "schema": SCHEMA,
         "step": str(step),
-        "crc32": str(_crc32(tensors)),
+        "crc32": str(tensors_crc32(tensors)),
         "binding": json.dumps(binding, sort_keys=True),
     }
     write_tensor_file(path, tensors, metadata)
@@ -65,7 +63,7 @@ def load_latest(run_dir: Path, lora: LoraParameters, optimizer: AdamW, binding: 
         except (SafetensorError, OSError) as error:
             log.warning("%s is damaged (%s); trying the one before.", path, error)
             continue
-        if metadata.get("schema") != SCHEMA or metadata.get("crc32") != str(_crc32(tensors)):
+        if metadata.get("schema") != SCHEMA or metadata.get("crc32") != str(tensors_crc32(tensors)):
             log.warning("%s has another schema or a wrong checksum; trying the one before.", path)
             continue
         _require_same(path, json.loads(metadata["binding"]), binding)
@@ -86,10 +84,3 @@ def _require_same(path: Path, stored: dict[str, Any], current: dict[str, Any]) -
         raise CheckpointError(
             f"{path} belongs to another run: {'; '.join(different)}. Use these settings or a new run folder."
         )
-
-
-def _crc32(tensors: dict[str, torch.Tensor]) -> int:
-    crc = 0
-    for name in sorted(tensors):
-        crc = zlib.crc32(tensor_bytes(tensors[name]), crc)
-    return crc

@@ -12,7 +12,6 @@ Keep in sync with android_demo's SampleStore.kt.
 import json
 import math
 import mmap
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from runtime.atomic import atomic_path
 from runtime.errors import BundleError
 from runtime.schema import decode, encode
-from runtime.tensor_file import TensorFile, layout_header, tensor_bytes
+from runtime.tensor_file import TensorFile, layout_header, tensor_bytes, tensors_crc32
 
 SCHEMA = "pocketdit.samples/1"
 
@@ -104,7 +103,7 @@ class SampleStore:
         """
         file, row, identity = self._records[index]
         slices = _record_slices(file, row)
-        if (got := _crc32(slices)) != (stated := int(file.tensor("crc32")[row])):
+        if (got := tensors_crc32(slices)) != (stated := int(file.tensor("crc32")[row])):
             raise BundleError(f"{file.path}: sample {index} has CRC {got:08x}, stored is {stated:08x}. Export again.")
         tensors = {
             name.split(".", 1)[1]: _to_float(value, slices.get(f"{name}.scale"))
@@ -181,7 +180,7 @@ class SampleStoreWriter:
                 record[f"sample.{name}"] = value.to(dtype)
         prompt_row = int(self._fixed["prompt_index"][row])
         prompts = {name: value[prompt_row] for name, value in self._fixed.items() if name.startswith("prompt.")}
-        self._fixed["crc32"][row] = _crc32(record | prompts)
+        self._fixed["crc32"][row] = tensors_crc32(record | prompts)
         self._fixed["base_loss"][row] = base_loss
         for name, value in record.items():
             data = tensor_bytes(value)
@@ -240,13 +239,6 @@ def _record_slices(file: TensorFile, row: int) -> dict[str, torch.Tensor]:
     prompt_row = int(file.tensor("prompt_index")[row])
     slices = {name: file.tensor(name)[row] for name in file.names() if name.startswith("sample.")}
     return slices | {name: file.tensor(name)[prompt_row] for name in file.names() if name.startswith("prompt.")}
-
-
-def _crc32(slices: Mapping[str, torch.Tensor]) -> int:
-    crc = 0
-    for name in sorted(slices):
-        crc = zlib.crc32(tensor_bytes(slices[name]), crc)
-    return crc
 
 
 def _to_float(value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ def tensor_bytes(value: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major, without a copy if it is contiguous."""
     array: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def tensors_crc32(tensors: Mapping[str, torch.Tensor]) -> int:
+    """CRC-32 over the bytes of all tensors, in the order of their names."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensor_bytes(tensors[name]), crc)
+    return crc
 
 
 def layout_header(
