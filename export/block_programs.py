@@ -27,9 +27,9 @@ from runtime.tensor_file import DTYPE_NAMES
 
 Tensors = Mapping[str, Tensor]
 BlockFunction = Callable[[Tensor, Tensors, Tensors, FrozenLinears], Tensor]
-"""(hidden (T, D), conditioning, weights, linear layers) -> hidden (T, D)."""
+"""(hidden (S, D), conditioning, weights, linear layers) -> hidden (S, D)."""
 PredictFunction = Callable[[Tensor, Tensors, Tensors], Tensor]
-"""(hidden (T, D) after the last block, conditioning, weights) -> prediction, of the target's shape."""
+"""(hidden (T, D) of the image tokens after the last block, conditioning, weights) -> prediction, of the target's shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class BlockKind:
     """Prefix of the methods, e.g. `sana_block`."""
     function: BlockFunction
     hidden: Tensor
-    """(T, D) float32."""
+    """(S, D) float32: image tokens, after the prompt's where a family's blocks carry both."""
     conditioning: Tensors
     weights: Tensors
     lora: Tensors
@@ -53,6 +53,9 @@ class LossHead:
 
     function: PredictFunction
     hidden: Tensor
+    """(S, D) float32."""
+    tail_residual: Tensor
+    """(T, D) float32: the image tokens, the last T of the S."""
     conditioning: Tensors
     weights: Tensors
     target: Tensor
@@ -148,19 +151,21 @@ def loss_method(head: LossHead) -> dict[str, Method]:
         ("conditioning", head.conditioning),
         ("weight", head.weights),
         ("state", {"hidden": head.hidden}),
-        ("tail_residual", {"tail_residual": head.hidden}),
+        ("tail_residual", {"tail_residual": head.tail_residual}),
         ("target", {"target": head.target}),
     ]
     num_conditioning, num_weights = len(head.conditioning), len(head.weights)
+    num_prompt = head.hidden.shape[0] - head.tail_residual.shape[0]
 
     def loss(*flat: Tensor) -> tuple[Tensor, Tensor]:
         conditioning = dict(zip(head.conditioning, flat[:num_conditioning], strict=True))
         weights = dict(zip(head.weights, flat[num_conditioning : num_conditioning + num_weights], strict=True))
         hidden, tail_residual, target = flat[-3:]
-        hidden = hidden.detach().requires_grad_(True)
-        prediction = head.function(hidden + tail_residual, conditioning, weights)
-        value = (prediction - target).pow(2).mean()
-        (gradient,) = torch.autograd.grad(value, [hidden])
+        image = hidden[num_prompt:].detach().requires_grad_(True)
+        value = (head.function(image + tail_residual, conditioning, weights) - target).pow(2).mean()
+        (gradient,) = torch.autograd.grad(value, [image])
+        if num_prompt:  # no prompt token reaches the prediction after the last middle block
+            gradient = torch.cat([torch.zeros_like(hidden[:num_prompt]), gradient])
         return value.detach(), gradient
 
     outputs: list[tuple[Role, Tensors]] = [

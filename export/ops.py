@@ -1,6 +1,6 @@
 """Building blocks of block functions, written so that their gradients lower to operators every ExecuTorch runtime has.
 
-Tensors carry no batch axis. Shape suffixes: T image tokens, L prompt tokens, D model width, O/I linear out/in features,
+Tensors carry no batch axis. Shape suffixes: T image tokens, L prompt tokens, S both, D model width, O/I linear out/in features,
 H heads, K head width, C channels, Y and X rows and columns of the token grid, R LoRA rank.
 """
 
@@ -45,6 +45,25 @@ class _FrozenDepthwise(torch.autograd.Function):
         return F.conv2d(grad_1CYX, turned_C133, None, padding=1, groups=kernel_C133.shape[0]), None, None
 
 
+class _Rotate(torch.autograd.Function):
+    """Turns each pair of channels by its angle; the gradient turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_HSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SK, sin_SK)
+        return x_HSK * cos_SK + _quarter_turn(x_HSK) * sin_SK
+
+    @staticmethod
+    def backward(ctx: Any, grad_HSK: Tensor) -> tuple[Tensor, None, None]:
+        cos_SK, sin_SK = ctx.saved_tensors
+        return grad_HSK * cos_SK - _quarter_turn(grad_HSK) * sin_SK, None, None
+
+
+def _quarter_turn(x_HSK: Tensor) -> Tensor:
+    pairs = x_HSK.unflatten(2, (-1, 2))
+    return torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(2)
+
+
 class FrozenLinears:
     """The linear layers of one block: frozen weights by diffusers' names, with LoRA on those that have it."""
 
@@ -71,9 +90,25 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-def layer_norm(x_TD: Tensor, epsilon: float) -> Tensor:
-    """Layer normalisation over the last axis without learned scale and shift."""
-    return F.layer_norm(x_TD, (x_TD.shape[-1],), None, None, epsilon)
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016), written out: the runtime has no kernel of its gradient."""
+    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def layer_norm(x_TD: Tensor, epsilon: float, weight_D: Tensor | None = None, bias_D: Tensor | None = None) -> Tensor:
+    """Layer normalisation over the last axis, with or without learned scale and shift."""
+    return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D, bias_D, epsilon)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square normalisation over the last axis (arXiv 1910.07467)."""
+    return x_TD * torch.rsqrt((x_TD * x_TD).mean(-1, keepdim=True) + epsilon) * weight_D
+
+
+def rotate(x_HSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864) on neighbouring pairs of channels, as diffusers' `apply_rotary_emb`; the two
+    channels of a pair share their angle."""
+    return _Rotate.apply(x_HSK, cos_SK, sin_SK)
 
 
 def modulate(x_TD: Tensor, shift_1D: Tensor, scale_1D: Tensor) -> Tensor:
@@ -101,11 +136,12 @@ def linear_attention(q_TD: Tensor, k_TD: Tensor, v_TD: Tensor, num_heads: int) -
     return merge_heads(numerator_HTK / denominator_HT1)
 
 
-def softmax_attention(q_TD: Tensor, k_LD: Tensor, v_LD: Tensor, bias_L: Tensor, num_heads: int) -> Tensor:
-    """Scaled dot-product attention with a bias per key (0 keeps, -10000 masks), written out: the flash kernel's gradient
-    is not in the runtime."""
-    q_HTK, k_HLK, v_HLK = (split_heads(x, num_heads) for x in (q_TD, k_LD, v_LD))
-    scores_HTL = torch.bmm(q_HTK, k_HLK.transpose(1, 2)) * (q_HTK.shape[-1] ** -0.5) + bias_L
+def softmax_attention(q_HTK: Tensor, k_HLK: Tensor, v_HLK: Tensor, bias_L: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention, (H, T, K) to (T, D), with a bias per key (0 keeps, -10000 masks); written out: the
+    flash kernel's gradient is not in the runtime."""
+    scores_HTL = torch.bmm(q_HTK, k_HLK.transpose(1, 2)) * (q_HTK.shape[-1] ** -0.5)
+    if bias_L is not None:
+        scores_HTL = scores_HTL + bias_L
     return merge_heads(torch.bmm(torch.softmax(scores_HTL, -1), v_HLK))
 
 

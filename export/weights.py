@@ -1,11 +1,14 @@
 """Writes the weights that travel: one safetensors file per middle block, the output layers, and the LoRA's start."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import Tensor, nn
 
 from runtime.tensor_file import write_tensor_file
 
@@ -23,22 +26,50 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     write_tensor_file(path, {name: value.detach().float() for name, value in weights.items()}, {"format": "pt"})
 
 
-def lora_layers(weights: Mapping[str, Tensor], targets: Iterable[str]) -> list[str]:
-    """Linear layers of a block that get LoRA: those whose name equals a target or ends with `.target`, as in PEFT.
+def lora_layers(block: nn.Module, module_path: str, targets: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Layers of a block that get LoRA, chosen as PEFT chooses them.
+
+    Args:
+        block: One block; its linear layers and 1x1 convolutions can have LoRA.
+        module_path: Its place in the transformer, e.g. `transformer_blocks.4`.
+        targets: Names, each the end of a module path; or one regular expression for whole paths; or `all-linear`.
+
+    Returns:
+        Names within the block, in the order of its modules.
 
     Raises:
-        ValueError: A target matches no linear layer; the message lists the layers there are.
+        ValueError: A target matches a layer that cannot have LoRA.
     """
-    layers = [n.removesuffix(".weight") for n, w in weights.items() if n.endswith(".weight") and w.ndim == 2]
-    chosen = set()
-    for target in targets:
-        matched = [layer for layer in layers if layer == target or layer.endswith(f".{target}")]
-        if not matched:
+    everything = targets == "all-linear"
+    chosen = []
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and everything:
+            chosen.append(name)
+        if everything or not check_target_module_exists(_peft_config(targets), f"{module_path}.{name}"):
+            continue
+        pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+        if isinstance(module, nn.Linear) or pointwise:
+            chosen.append(name)
+        elif isinstance(module, nn.Conv2d):
             raise ValueError(
-                f"LoRA target {target!r} matches no layer of the block; its layers are {', '.join(layers)}."
+                f"LoRA target {name!r} is a {module.kernel_size[0]}x{module.kernel_size[1]} convolution with "
+                f"{module.groups} groups; LoRA is for linear layers and 1x1 convolutions."
             )
-        chosen.update(matched)
-    return [layer for layer in layers if layer in chosen]
+    return tuple(chosen)
+
+
+def lora_candidates(block: nn.Module) -> list[str]:
+    """Names of the layers of a block that can have LoRA, for error messages."""
+    return [
+        name
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1))
+    ]
+
+
+@cache
+def _peft_config(targets: str | tuple[str, ...]) -> LoraConfig:
+    return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
 
 
 def initial_lora(

@@ -46,8 +46,13 @@ class ExportConfig:
     lora_rank: int = 4
     lora_alpha: float = 4.0
     """The adapter's strength is alpha / rank."""
-    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Layers of the middle blocks that get LoRA; a name matches as in PEFT."""
+    lora_targets: str | tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Layers of the middle blocks that get LoRA, as PEFT's `target_modules`: ends of names, or one regular expression for
+    whole module paths, or `all-linear`."""
+    prompt_tokens: int | None = None
+    """Tokens of a prompt; None is what the model was trained with. Padding counts in FLUX (512), where fewer are faster."""
+    guidance: float = 3.5
+    """What guidance-distilled models (FLUX.1-dev, SANA-Sprint) are told during training; others ignore it."""
     backend: Literal["xnnpack", "portable"] = "xnnpack"
     """Kernels of the block programs."""
     batch_size: int = 8
@@ -66,6 +71,8 @@ class ExportConfig:
             raise ValueError(f"flip_probability: got {self.flip_probability}, expected 0 to 1")
         if self.cut is not None and min(self.cut) < 0:
             raise ValueError(f"cut: got {self.cut}, expected two numbers of blocks, 0 or more")
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens: got {self.prompt_tokens}, expected at least 1")
         if not self.lora_targets:
             raise ValueError("lora_targets: got none, expected at least one layer name")
         if any(not 0 <= channel <= 255 for channel in self.background):

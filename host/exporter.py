@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ class Exporter:
         settings = config.export
         require_replaceable(bundle_dir)
         self.model = ModelFolder(settings.model)
-        self.transformer: Any = self.model.load("transformer")
-        self.blocks = self.model.adapter.blocks(self.transformer)
+        self.skeleton: Any = self.model.skeleton()
+        self.blocks = self.model.adapter.blocks(self.skeleton)
         self.cut = settings.cut or (len(self.blocks) // 4, len(self.blocks) // 4)
         if sum(self.cut) >= len(self.blocks):
             raise ValueError(
@@ -86,13 +87,20 @@ class Exporter:
             on_bad=settings.on_bad_photo,
         )
         self.middle = range(self.cut[0], len(self.blocks) - self.cut[1])
-        self.layers = {i: self._lora_layers(i) for i in self.middle}
+        self.layers = self._lora_layers()
+        self.kinds = self._program_kinds()
+
+    @cached_property
+    def transformer(self) -> Any:
+        """The base with its weights, loaded when a stage needs them."""
+        return self.model.load("transformer")
 
     def _resolve_sides(self) -> None:
         settings = self.config.export
-        self.factor = spatial_factor(self.model.load("vae"))
-        self.multiple = self.factor * self.model.adapter.patch_size(self.model.config)
-        self.image_side = settings.image_side or self.model.config["sample_size"] * self.factor
+        geometry = self.model.geometry
+        self.factor = spatial_factor(self.model.load("vae"), geometry.channels)
+        self.multiple = self.factor * geometry.patch_size
+        self.image_side = settings.image_side or geometry.side * self.factor
         full = settings.patch_policy == "full"
         self.patch_side = settings.patch_side or (
             self.image_side if full else max(1, self.image_side // 2 // self.multiple) * self.multiple
@@ -114,23 +122,41 @@ class Exporter:
                 f"samples: got {settings.samples} for {num_processes} processes, expected at least one each."
             )
 
-    def _lora_layers(self, index: int) -> list[str]:
-        return weights.lora_layers(
-            self.model.adapter.block_weights(self.transformer, index), self.config.export.lora_targets
-        )
+    def _lora_layers(self) -> dict[int, tuple[str, ...]]:
+        targets = self.config.export.lora_targets
+        modules = {i: self.skeleton.get_submodule(self.blocks[i].module) for i in self.middle}
+        layers = {i: weights.lora_layers(modules[i], self.blocks[i].module, targets) for i in self.middle}
+        found = [f"{self.blocks[i].module}.{layer}" for i in self.middle for layer in layers[i]]
+        for target in [targets] if isinstance(targets, str) else targets:
+            if not (found if isinstance(targets, str) else [name for name in found if name.endswith(target)]):
+                candidates = sorted({name for module in modules.values() for name in weights.lora_candidates(module)})
+                raise ValueError(
+                    f"LoRA target {target!r} matches no layer of the blocks {self.middle.start} to {self.middle.stop - 1}; "
+                    f"their layers are {', '.join(candidates)}."
+                )
+        return layers
+
+    def _program_kinds(self) -> dict[int, str]:
+        """The kind of program of each middle block: blocks of one kind with LoRA on different layers differ."""
+        seen: dict[str, list[tuple[str, ...]]] = {}
+        kinds = {}
+        for i in self.middle:
+            variants = seen.setdefault(self.blocks[i].kind, [])
+            if self.layers[i] not in variants:
+                variants.append(self.layers[i])
+            number = variants.index(self.layers[i])
+            kinds[i] = self.blocks[i].kind + (f"_{number + 1}" if number else "")
+        return kinds
 
     def plan(self) -> ExportPlan:
         """Sizes and settings, from one sample run through the model's shapes."""
-        out = self._example()
+        out = self._example
         sample_bytes = self.config.export.samples * sum(
             math.prod(value.shape[1:]) * residuals.stored_dtype(name, self.config.export.sample_dtype).itemsize
-            for name, value in self._sample_tensors(out).items()
+            for name, value in residuals.sample_tensors(self.model, out).items()
+            if name not in self.model.adapter.prompt_inputs
         )
-        weight_bytes = sum(
-            4 * value.numel()
-            for i in self.middle
-            for value in self.model.adapter.block_weights(self.transformer, i).values()
-        )
+        weight_bytes = sum(4 * value.numel() for i in self.middle for value in self._block_weights(i).values())
         return ExportPlan(
             model=self.model.name,
             family=self.model.adapter.family,
@@ -206,7 +232,9 @@ class Exporter:
         settings: dict[str, Any] = encode(self.config.export)
         for irrelevant in ("model", "batch_size", "backend", "on_bad_photo", "lora_rank", "lora_alpha", "lora_targets"):
             del settings[irrelevant]
+        tensors = residuals.sample_tensors(self.model, self._example)
         return settings | {
+            "tensors": {name: list(value.shape[1:]) for name, value in tensors.items()},
             "schema": SAMPLES_SCHEMA,
             "transformer": base_hash,
             "vae": self.model.sha256("vae"),
@@ -233,7 +261,7 @@ class Exporter:
             distribution=settings.sigma_distribution,
             shift=settings.sigma_shift,
         )
-        prompts = residuals.encode_prompts(self.model, plan.prompts)
+        prompts = self.model.encode_prompts(plan.prompts, max_tokens=settings.prompt_tokens)
         rows = range(state.process_index, settings.samples, state.num_processes)
         latents = residuals.encode_patches(
             self.model, self.photos, plan, rows, self.patch_side, self.image_side, settings.batch_size
@@ -246,7 +274,8 @@ class Exporter:
             latents,
             rows,
             prompts,
-            cut=self.cut,
+            layers=self.layers,
+            guidance=settings.guidance,
             dtype=settings.sample_dtype,
             batch=settings.batch_size,
             shard_path=folder / shard,
@@ -286,7 +315,7 @@ class Exporter:
         generator = torch.Generator().manual_seed(self.config.export.seed)
         init: dict[str, torch.Tensor] = {}
         for index in self.middle:
-            block = self.model.adapter.block_weights(self.transformer, index)
+            block = self.model.adapter.block_weights(self.transformer, index, self.layers[index])
             weights.save_weights(folder / weights.block_file(index), block)
             lora = weights.initial_lora(block, self.layers[index], self.config.export.lora_rank, generator)
             init |= {f"{self.blocks[index].module}.{name}.weight": value for name, value in lora.items()}
@@ -294,16 +323,19 @@ class Exporter:
         weights.save_weights(folder / weights.LORA_FILE, init)
 
     def _programs_key(self) -> dict[str, Any]:
-        settings, example = self.config.export, self._example()
+        settings, example = self.config.export, self._example
+        tensors = residuals.sample_tensors(self.model, example)
         return {
             "schema": manifest.SCHEMA,
             "family": self.model.adapter.family,
-            "config": {name: value for name, value in self.model.config.items() if name != "num_layers"},
-            "shapes": {name: list(value.shape[1:]) for name, value in self._program_tensors(example).items()},
+            "config": {
+                n: value for n, value in self.model.config.items() if n not in ("num_layers", "num_single_layers")
+            },
+            "shapes": {name: list(value.shape[1:]) for name, value in tensors.items() if not name.startswith("block.")},
             "lora": [
                 settings.lora_rank,
                 settings.lora_alpha,
-                {self.blocks[i].kind: self.layers[i] for i in self.middle},
+                {self.kinds[i]: self.layers[i] for i in self.middle},
             ],
             "backend": settings.backend,
             "torch": torch.__version__,
@@ -312,61 +344,61 @@ class Exporter:
         }
 
     def _make_programs(self, folder: Path) -> None:
-        settings, adapter, example = self.config.export, self.model.adapter, self._example()
-        tensors = {name: value[0] for name, value in self._program_tensors(example).items()}
-        conditioning = {name: tensors[name] for name in example.conditioning}
+        settings, adapter, example = self.config.export, self.model.adapter, self._example
         grid = residuals.token_grid(self.model, (self.patch_side // self.factor,) * 2)
         methods: dict[str, block_programs.Method] = {}
         for index in self.middle:
-            kind = self.blocks[index].kind
-            if f"{kind}_forward" in methods:
+            if f"{self.kinds[index]}_forward" in methods:
                 continue
-            block = adapter.block_weights(self.transformer, index)
-            lora = weights.initial_lora(block, self.layers[index], settings.lora_rank, torch.Generator())
-            function = adapter.block_function(self.transformer, kind, grid)
-            methods |= block_programs.block_methods(
-                block_programs.BlockKind(
-                    name=kind,
-                    function=function,
-                    hidden=tensors["hidden"],
-                    conditioning={name: conditioning[name] for name in adapter.block_conditioning},
-                    weights=block,
-                    lora=lora,
-                ),
-                settings.lora_alpha / settings.lora_rank,
+            block = _empty(self._block_weights(index))
+            kind = block_programs.BlockKind(
+                name=self.kinds[index],
+                function=adapter.block_function(self.skeleton, self.blocks[index].kind, grid),
+                hidden=_empty({"hidden": example.hidden[0]})["hidden"],
+                conditioning=_empty({name: value[0] for name, value in example.block_inputs[index].items()}),
+                weights=block,
+                lora=weights.initial_lora(block, self.layers[index], settings.lora_rank, torch.Generator()),
             )
+            methods |= block_programs.block_methods(kind, settings.lora_alpha / settings.lora_rank)
+        tensors = {"hidden": example.hidden[0], "tail_residual": example.tail_residual[0], "target": example.target[0]}
         methods |= block_programs.loss_method(
             block_programs.LossHead(
-                function=adapter.predict_function(self.transformer),
-                hidden=tensors["hidden"],
-                conditioning={name: conditioning[name] for name in adapter.predict_conditioning},
-                weights=adapter.predict_weights(self.transformer),
-                target=tensors["target"],
+                function=adapter.predict_function(self.skeleton),
+                conditioning=_empty({name: value[0] for name, value in example.predict_inputs.items()}),
+                weights=_empty(adapter.predict_weights(self.skeleton)),
+                **_empty(tensors),
             )
         )
         spec = lower.lower(methods, folder / lower.FILE_NAME, settings.backend)
         (folder / "spec.json").write_text(json.dumps(encode(spec)))
 
+    def _block_weights(self, index: int) -> dict[str, torch.Tensor]:
+        """Shapes of what the program of a block takes, on the meta device."""
+        return self.model.adapter.block_weights(self.skeleton, index, self.layers[index])
+
+    @cached_property
     def _example(self) -> residuals.BaseOutputs:
-        """A sample of zeros through the model: gives every shape."""
-        if not hasattr(self, "_example_outputs"):
-            side = self.patch_side // self.factor
-            latents = torch.zeros(1, self.model.config["in_channels"], side, side)
-            states = self.model.adapter.blank_prompts(self.model.config, self.model.load("tokenizer"))
-            self._example_outputs = residuals.base_outputs(
-                self.model, self.transformer, latents, latents, torch.full((1,), 0.5), states, self.cut
-            )
-        return self._example_outputs
+        """A sample through the model on the meta device: gives every shape, computes nothing."""
+        side = self.patch_side // self.factor
+        meta = torch.device("meta")
+        prompts = self.model.encode_prompts(
+            sorted({photo.caption for photo in self.photos}), max_tokens=self.config.export.prompt_tokens, blank=True
+        )
+        latents = torch.empty(1, self.model.geometry.channels, side, side, device=meta)
+        return residuals.base_outputs(
+            self.model,
+            self.skeleton,
+            latents,
+            latents,
+            torch.empty(1, device=meta),
+            prompts[[0]].to(meta),
+            self.layers,
+            self.config.export.guidance,
+        )
 
-    def _sample_tensors(self, out: residuals.BaseOutputs) -> dict[str, torch.Tensor]:
-        shared = self.model.adapter.prompt_inputs
-        return {name: value for name, value in self._program_tensors(out).items() if name not in shared} | {
-            "tail_residual": out.tail_residual
-        }
-
-    @staticmethod
-    def _program_tensors(out: residuals.BaseOutputs) -> dict[str, torch.Tensor]:
-        return {"hidden": out.hidden, "target": out.target} | out.conditioning
+    def _own_inputs(self, index: int) -> list[str]:
+        """Program inputs of a block that no other block shares."""
+        return [name for name in self._example.block_inputs[index] if name in self.model.adapter.per_block_inputs]
 
     def _manifest(self, base_hash: str, shards: list[Path], programs_dir: Path) -> manifest.BundleManifest:
         settings: ExportConfig = self.config.export
@@ -383,7 +415,11 @@ class Exporter:
             cut=manifest.CutSpec(head=self.cut[0], tail=self.cut[1]),
             blocks=tuple(
                 manifest.BlockSpec(
-                    index=i, kind=self.blocks[i].kind, module=self.blocks[i].module, file=weights.block_file(i)
+                    index=i,
+                    kind=self.kinds[i],
+                    module=self.blocks[i].module,
+                    file=weights.block_file(i),
+                    inputs={name: residuals.per_block_name(i, name) for name in self._own_inputs(i)},
                 )
                 for i in self.middle
             ),
@@ -395,6 +431,11 @@ class Exporter:
                 targets=settings.lora_targets,
                 prefix=self.model.adapter.lora_prefix,
                 init_file=weights.LORA_FILE,
+                convolutions=tuple(
+                    name
+                    for name in (f"{self.blocks[i].module}.{layer}" for i in self.middle for layer in self.layers[i])
+                    if isinstance(self.skeleton.get_submodule(name), torch.nn.Conv2d)
+                ),
             ),
             samples=manifest.SampleSpec(
                 shards=tuple(shard.name for shard in shards), count=settings.samples, dtype=settings.sample_dtype
@@ -420,6 +461,11 @@ class Exporter:
 def preview_name(number: int) -> str:
     """File name of a photo's preview; photo names may hold anything, these are plain."""
     return f"photo-{number:03d}.jpg"
+
+
+def _empty(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the same shapes whose memory is never touched: exporting traces shapes."""
+    return {name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()}
 
 
 def _source_hash(*paths: str | None) -> str:

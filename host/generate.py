@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from host.config import GenerateConfig
 from host.evaluate import subject_similarity
-from host.models import ModelFolder, PromptStates
-from host.models.base import decode_latents, spatial_factor
-from host.residuals import encode_prompts, noise_of
+from host.models import ModelFolder
+from host.models.base import decode_latents, load_lora, spatial_factor
+from host.residuals import noise_of
 from runtime import atomic
 from runtime.errors import BundleError
 from runtime.manifest import BundleManifest, read_manifest
@@ -35,6 +35,7 @@ def draw(
     steps: int,
     guidance: float,
     image_side: int,
+    prompt_tokens: int | None = None,
     label: str,
 ) -> list[Image.Image]:
     """Draws one picture per (prompt, seed) pair.
@@ -47,18 +48,22 @@ def draw(
         steps: Denoising steps.
         guidance: Classifier-free guidance.
         image_side: Pixels.
+        prompt_tokens: Tokens of a prompt; None is what the model was trained with.
         label: Of the progress bar.
     """
     vae = model.load("vae")
     unique = sorted(set(prompts))
-    states = encode_prompts(model, [*unique, ""])
-    side = image_side // spatial_factor(vae)
+    states = model.encode_prompts(unique, max_tokens=prompt_tokens)
+    guided = model.adapter.takes_negative(model.config)
+    nothing = model.encode_prompts([""], max_tokens=prompt_tokens, negative=True) if guided else None
+    channels = model.geometry.channels
+    side = image_side // spatial_factor(vae, channels)
     pictures: list[Image.Image] = []
     for start in tqdm(range(0, len(prompts), MAX_BATCH), desc=label, leave=False):
         rows = range(start, min(start + MAX_BATCH, len(prompts)))
-        noise = torch.stack([noise_of(seeds[i], (model.config["in_channels"], side, side)) for i in rows])
+        noise = torch.stack([noise_of(seeds[i], (channels, side, side)) for i in rows])
         positive = states[[unique.index(prompts[i]) for i in rows]]
-        negative: PromptStates = states[[len(unique)] * len(rows)]
+        negative = nothing[[0] * len(rows)] if nothing else None
         with torch.no_grad():
             latents = model.adapter.denoise(
                 transformer, model.load("scheduler"), positive, negative, noise, steps=steps, guidance=guidance
@@ -99,7 +104,7 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     transformer, pictures = model.load("transformer"), {}
     for kind in ("base", "adapter"):
         if kind == "adapter":
-            model.adapter.load_lora(transformer, adapter_path)
+            load_lora(model.adapter, transformer, adapter_path)
         pictures[kind] = draw(
             model,
             [prompt for prompt, _ in pairs],
@@ -108,6 +113,7 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
             steps=config.steps,
             guidance=config.guidance,
             image_side=side,
+            prompt_tokens=bundle.export.get("prompt_tokens"),
             label=f"pictures of the {kind}",
         )
     photos = [Image.open(bundle_dir / photo.preview) for photo in bundle.subject.photos]

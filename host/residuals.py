@@ -5,7 +5,7 @@ block input; the tail is stored as its residual. Under `accelerate launch` each 
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,15 +108,6 @@ def plan_samples(
     )
 
 
-def encode_prompts(model: ModelFolder, prompts: Sequence[str]) -> PromptStates:
-    """Loads the text encoder, encodes, frees it."""
-    text_encoder = model.load("text_encoder")
-    states = model.adapter.encode_prompts(model.load("tokenizer"), text_encoder, prompts)
-    del text_encoder
-    gc.collect()
-    return states
-
-
 def noise_of(seed: int, shape: tuple[int, ...]) -> Tensor:
     """The noise of one sample, float32, the same on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -154,17 +145,19 @@ class BaseOutputs:
     """What the frozen base makes of a batch of samples.
 
     Attributes:
-        hidden: (B, T, D) input of the first middle block.
-        tail_residual: (B, T, D) output minus input of the tail.
+        hidden: (B, S, D) input of the first middle block.
+        tail_residual: (B, T, D) output minus input of the tail, on the image tokens: no other reaches the prediction.
         target: (B, T, P) velocity in token layout.
-        conditioning: Each (B, ...).
+        block_inputs: What each middle block takes by its number in the base, each (B, ...).
+        predict_inputs: What the predict function takes, each (B, ...).
         loss: (B,) mean squared error of the base's own prediction.
     """
 
     hidden: Tensor
     tail_residual: Tensor
     target: Tensor
-    conditioning: dict[str, Tensor]
+    block_inputs: dict[int, dict[str, Tensor]]
+    predict_inputs: dict[str, Tensor]
     loss: Tensor
 
 
@@ -176,7 +169,8 @@ def base_outputs(
     noise: Tensor,
     sigmas: Tensor,
     prompts: PromptStates,
-    cut: tuple[int, int],
+    layers: Mapping[int, Sequence[str]],
+    guidance: float,
 ) -> BaseOutputs:
     """Runs the frozen base on noisy latents, keeping what the cut needs.
 
@@ -187,31 +181,56 @@ def base_outputs(
         noise: (B, C, h, w).
         sigmas: (B,) in (0, 1).
         prompts: B prompts.
-        cut: Blocks of the head and of the tail.
+        layers: Of each middle block, the layers that get LoRA.
+        guidance: Of guidance-distilled models.
     """
     adapter = model.adapter
     grid = token_grid(model, (latents.shape[2], latents.shape[3]))
+    num_image = grid[0] * grid[1]
     noisy = schedule.add_noise(latents, noise, sigmas)
     target = adapter.target_tokens(transformer, schedule.velocity(latents, noise))
-    hidden, conditioning = adapter.embed(transformer, noisy, schedule.timestep(sigmas), prompts)
-    num_blocks = len(adapter.blocks(transformer))
-    head, tail = cut
-    at: dict[int, Tensor] = {0: hidden}
-    for index in range(num_blocks):
+    hidden, conditioning = adapter.embed(transformer, noisy, schedule.timestep(sigmas), prompts, guidance)
+    first, last = min(layers), max(layers)
+    at_head = at_tail = hidden
+    for index in range(len(adapter.blocks(transformer))):
+        if index == first:
+            at_head = hidden
         hidden = adapter.run_block(transformer, index, hidden, conditioning, grid)
-        if index + 1 in (head, num_blocks - tail):
-            at[index + 1] = hidden
+        if index == last:
+            at_tail = hidden
+    image = hidden[:, -num_image:]
+    predict_inputs = {name: conditioning[name] for name in adapter.predict_inputs}
     predict, weights = adapter.predict_function(transformer), adapter.predict_weights(transformer)
     predictions = torch.stack(
-        [predict(hidden[i], {n: v[i] for n, v in conditioning.items()}, weights) for i in range(len(hidden))]
+        [predict(image[i], {n: v[i] for n, v in predict_inputs.items()}, weights) for i in range(len(image))]
     )
-    loss = (predictions - target).pow(2).flatten(1).mean(1)
-    return BaseOutputs(at[head], hidden - at[num_blocks - tail], target, conditioning, loss)
+    return BaseOutputs(
+        hidden=at_head,
+        tail_residual=image - at_tail[:, -num_image:],
+        target=target,
+        block_inputs={i: adapter.block_inputs(transformer, i, conditioning, layers[i]) for i in layers},
+        predict_inputs=predict_inputs,
+        loss=(predictions - target).pow(2).flatten(1).mean(1),
+    )
+
+
+def per_block_name(index: int, name: str) -> str:
+    """Name in the sample store of a program input that differs from block to block."""
+    return f"block.{index}.{name}"
+
+
+def sample_tensors(model: ModelFolder, out: BaseOutputs) -> dict[str, Tensor]:
+    """Everything a training step takes of samples, by its name in the sample store, each (B, ...)."""
+    per_block = model.adapter.per_block_inputs
+    tensors = {"hidden": out.hidden, "tail_residual": out.tail_residual, "target": out.target} | out.predict_inputs
+    for index, inputs in out.block_inputs.items():
+        tensors |= {per_block_name(index, n) if n in per_block else n: value for n, value in inputs.items()}
+    return tensors
 
 
 def token_grid(model: ModelFolder, latent_size: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of tokens for latents of (h, w)."""
-    patch = model.adapter.patch_size(model.config)
+    patch = model.geometry.patch_size
     return latent_size[0] // patch, latent_size[1] // patch
 
 
@@ -223,7 +242,8 @@ def make_samples(
     rows: Sequence[int],
     prompts: PromptStates,
     *,
-    cut: tuple[int, int],
+    layers: Mapping[int, Sequence[str]],
+    guidance: float,
     dtype: str,
     batch: int,
     shard_path: Path,
@@ -237,7 +257,8 @@ def make_samples(
         latents: (len(rows), C, h, w).
         rows: Samples of this process.
         prompts: One state per prompt of the plan.
-        cut: Blocks of the head and of the tail.
+        layers: Of each middle block, the layers that get LoRA.
+        guidance: Of guidance-distilled models.
         dtype: Stored type of the token tensors.
         batch: Samples at a time.
         shard_path: Where the shard goes.
@@ -247,7 +268,6 @@ def make_samples(
     """
     device = processes().device
     transformer = transformer.to(device)
-    prompt_inputs = model.adapter.prompt_inputs
     with ExitStack() as stack:
         writer: SampleStoreWriter | None = None
         for chunk in _progress(_batches(range(len(rows)), batch), len(rows), batch, "residuals"):
@@ -261,12 +281,13 @@ def make_samples(
                 latents[list(chunk)].to(device),
                 noise.to(device),
                 torch.tensor([identity.sigma for identity in identities], dtype=torch.float32, device=device),
-                PromptStates(states.states.to(device), states.mask.to(device)),
-                cut,
+                states.to(device),
+                layers,
+                guidance,
             )
-            tensors = {"hidden": out.hidden, "tail_residual": out.tail_residual, "target": out.target} | {
-                name: value for name, value in out.conditioning.items() if name not in prompt_inputs
-            }
+            tensors = sample_tensors(model, out)
+            for name in model.adapter.prompt_inputs:
+                del tensors[name]
             if writer is None:
                 # The shapes are known once the first batch has run.
                 writer = stack.enter_context(
@@ -275,7 +296,7 @@ def make_samples(
                         [plan.identities[row] for row in rows],
                         [plan.prompt_index[row] for row in rows],
                         {n: (stored_dtype(n, dtype), tuple(v.shape[1:])) for n, v in tensors.items()},
-                        _prompt_conditioning(model, transformer, latents[:1].to(device), prompts),
+                        _prompt_conditioning(model, transformer, latents[:1].to(device), prompts, guidance),
                     )
                 )
             for i, identity in enumerate(identities):
@@ -296,13 +317,14 @@ def stored_dtype(name: str, dtype: str) -> torch.dtype:
 
 @torch.no_grad()
 def _prompt_conditioning(
-    model: ModelFolder, transformer: Any, latents: Tensor, prompts: PromptStates
+    model: ModelFolder, transformer: Any, latents: Tensor, prompts: PromptStates, guidance: float
 ) -> dict[str, Tensor]:
     """The conditioning that depends on the prompt alone, (P, ...) each."""
     count = len(prompts.states)
-    states = PromptStates(prompts.states.to(latents.device), prompts.mask.to(latents.device))
     timesteps = torch.zeros(count, device=latents.device)
-    _, conditioning = model.adapter.embed(transformer, latents.expand(count, -1, -1, -1), timesteps, states)
+    _, conditioning = model.adapter.embed(
+        transformer, latents.expand(count, -1, -1, -1), timesteps, prompts.to(latents.device), guidance
+    )
     return {name: conditioning[name].float().cpu().contiguous() for name in model.adapter.prompt_inputs}
 
 

@@ -92,4 +92,8 @@ def save_adapter(path: Path, lora: LoraParameters, manifest: BundleManifest, *, 
         "pocketdit.instance_prompt": manifest.subject.instance_prompt,
         "pocketdit.steps": str(steps),
     }
-    write_tensor_file(path, {f"{spec.prefix}.{name}": value for name, value in lora.named().items()}, metadata)
+    tensors = {
+        f"{spec.prefix}.{name}": value[..., None, None] if name.rsplit(".lora_", 1)[0] in spec.convolutions else value
+        for name, value in lora.named().items()
+    }
+    write_tensor_file(path, tensors, metadata)

@@ -56,9 +56,12 @@ class BlockSpec:
     index: int
     """Position in the base model."""
     kind: str
+    """Prefix of its methods; blocks of one kind with LoRA on different layers have programs of their own."""
     module: str
     """The block's module path in the base model, e.g. `transformer_blocks.4`."""
     file: str
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Inputs of the program that differ from block to block, and their names in the sample store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +85,17 @@ class CutSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """Low-rank adaptation: W + (alpha / rank) B A on the linear layers whose name ends with a target."""
+    """Low-rank adaptation: W + (alpha / rank) B A."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
+    targets: str | tuple[str, ...]
+    """As PEFT's `target_modules`."""
     prefix: str
     """What diffusers puts before the module path in an adapter's keys, e.g. `transformer`."""
     init_file: str
+    convolutions: tuple[str, ...] = ()
+    """Module paths of 1x1 convolutions with LoRA: their matrices have two more axes of size 1 in the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

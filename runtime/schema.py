@@ -48,8 +48,9 @@ def _decode(kind: Any, data: Any, path: str, faults: list[str]) -> Any:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
-        (inner,) = [a for a in arguments if a is not type(None)]
-        return _decode(inner, data, path, faults)
+        inner = [a for a in arguments if a is not type(None)]
+        chosen = next((a for a in inner if a is str and isinstance(data, str)), inner[-1])
+        return _decode(chosen, data, path, faults)
     if origin is tuple:
         if not isinstance(data, list | tuple):
             return _expect(False, data, path, "a list", faults)

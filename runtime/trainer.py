@@ -64,7 +64,7 @@ class Trainer:
         """Runs the middle blocks forward.
 
         Returns:
-            The input (T, D) of each block, kept for the backward pass, and the last block's output (T, D).
+            The input (S, D) of each block, kept for the backward pass, and the last block's output (S, D).
         """
         hidden = sample.tensors["hidden"]
         block_inputs = []
@@ -74,14 +74,14 @@ class Trainer:
                 weights = self.weights.acquire(position)
             block_inputs.append(hidden)
             with self._phase("forward"):
-                inputs = sample.tensors | weights | self.lora.block_inputs(position) | {"hidden": hidden}
+                inputs = self._inputs(sample, position) | weights | {"hidden": hidden}
                 hidden = self.programs.call(f"{block.kind}_forward", inputs)["hidden"].clone()
             del weights, inputs
             self.weights.release(position)
         return block_inputs, hidden
 
     def loss(self, sample: Sample, hidden: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """The training loss and its gradient (T, D) with respect to the last middle block's output `hidden` (T, D)."""
+        """The training loss and its gradient (S, D) with respect to the last middle block's output `hidden` (S, D)."""
         with self._phase("forward"):
             outputs = self.programs.call("loss", sample.tensors | self._loss_weights | {"hidden": hidden})
             return float(outputs["loss"]), outputs["grad_hidden"].clone()
@@ -105,7 +105,7 @@ class Trainer:
             with self._phase("read"):
                 weights = self.weights.acquire(position)
             with self._phase("backward"):
-                inputs = sample.tensors | weights | self.lora.block_inputs(position)
+                inputs = self._inputs(sample, position) | weights
                 inputs |= {"hidden": block_inputs.pop(), "grad_output": gradient}
                 outputs = self.programs.call(f"{self.blocks[position].kind}_backward", inputs)
                 gradient = outputs.pop("grad_hidden").clone()
@@ -114,6 +114,11 @@ class Trainer:
             del weights, inputs
             self.weights.release(position)
         return loss
+
+    def _inputs(self, sample: Sample, position: int) -> dict[str, torch.Tensor]:
+        """What a block's programs take of the sample and the LoRA."""
+        own = {name: sample.tensors[stored] for name, stored in self.blocks[position].inputs.items()}
+        return sample.tensors | own | self.lora.block_inputs(position)
 
     def read(self, index: int) -> Sample:
         """Reads a sample from the store, counting its bytes."""
@@ -163,17 +168,19 @@ class Trainer:
 def planned_private_bytes(bundle: Bundle) -> int:
     """Private memory training will hold at the least: arenas, the LoRA with gradient and moments, block inputs, one sample."""
     manifest = bundle.manifest
-    method = manifest.programs.methods[f"{manifest.blocks[0].kind}_forward"]
-    sizes = {spec.role: 4 * math.prod(spec.shape) for spec in method.inputs}
-    arenas = sum(spec.planned_bytes for spec in manifest.programs.methods.values())
-    num_lora = sum(
-        math.prod(spec.shape)
-        for block in manifest.blocks
-        for spec in manifest.programs.methods[f"{block.kind}_forward"].inputs
-        if spec.role == "lora"
-    )
-    conditioning = sum(4 * math.prod(spec.shape) for spec in method.inputs if spec.role == "conditioning")
-    return arenas + 4 * 4 * num_lora + sizes["state"] * (len(manifest.blocks) + 4) + conditioning
+    methods = manifest.programs.methods
+    lora_bytes, state_bytes, conditioning = 0, 0, {}
+    for block in manifest.blocks:
+        for spec in methods[f"{block.kind}_forward"].inputs:
+            size = 4 * math.prod(spec.shape)
+            if spec.role == "lora":
+                lora_bytes += size
+            elif spec.role == "state":
+                state_bytes = size
+            elif spec.role == "conditioning":
+                conditioning[block.inputs.get(spec.name, spec.name)] = size
+    arenas = sum(spec.planned_bytes for spec in methods.values())
+    return arenas + 4 * lora_bytes + state_bytes * (len(manifest.blocks) + 4) + sum(conditioning.values())
 
 
 def train(

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from host.exporter import Exporter
-from tests.tiny_sana import export_config, save_sana, small_vae
+from tests.tiny_models import export_config, save_sana, small_vae
 
 
 @pytest.fixture(scope="session", autouse=True)

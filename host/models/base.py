@@ -4,6 +4,7 @@ A model is a folder in diffusers' layout (`model_index.json`, one subfolder a co
 loaded one at a time and freed by the caller.
 """
 
+import gc
 import hashlib
 import importlib
 import inspect
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import diffusers
 import torch
 from torch import Tensor, nn
 
@@ -27,18 +29,36 @@ COMPONENT_LIBRARIES = ("diffusers", "transformers", "host.tiny_base")
 
 @dataclass(frozen=True, slots=True)
 class PromptStates:
-    """What the text encoder makes of prompts.
+    """What the text encoders make of prompts.
 
     Attributes:
         states: (P, L, C) float32.
         mask: (P, L) int64, 1 where a token is real.
+        pooled: (P, C') float32, one vector a prompt, where the family has one.
     """
 
     states: Tensor
     mask: Tensor
+    pooled: Tensor | None = None
 
     def __getitem__(self, rows: Sequence[int]) -> "PromptStates":
-        return PromptStates(self.states[list(rows)], self.mask[list(rows)])
+        index = list(rows)
+        return PromptStates(self.states[index], self.mask[index], None if self.pooled is None else self.pooled[index])
+
+    def to(self, device: torch.device | str) -> "PromptStates":
+        """The same on another device."""
+        pooled = None if self.pooled is None else self.pooled.to(device)
+        return PromptStates(self.states.to(device), self.mask.to(device), pooled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """How pictures become tokens: latents (channels, side, side), one token a patch_size x patch_size tile."""
+
+    channels: int
+    patch_size: int
+    side: int
+    """Latent side the family is trained at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +70,73 @@ class BlockRef:
 
 
 class ModelAdapter(Protocol):
-    """One family of diffusion transformers. `B` samples, `T` tokens, `D` model width, `P` prompts, `L` prompt tokens."""
+    """One family of diffusion transformers.
+
+    `B` samples, `D` model width, `P` prompts, `L` prompt tokens, `T` image tokens, `S` tokens of the state the blocks hand
+    on: image tokens, and before them the prompt's where a family's blocks carry both. `transformer` is diffusers' module,
+    with weights or on the meta device, where only shapes count.
+    """
 
     family: str
+    pipeline: Any
+    """diffusers' pipeline class of this family; it gives prompt handling, sampling and the LoRA loader."""
     lora_prefix: str
     """What diffusers' LoRA loader of this family puts before a module path."""
     prompt_inputs: tuple[str, ...]
-    """Conditioning that depends on the prompt alone, stored once a prompt."""
-    block_conditioning: tuple[str, ...]
-    """What the block function takes of the conditioning."""
-    predict_conditioning: tuple[str, ...]
-    """What the predict function takes of it."""
+    """Program inputs that depend on the prompt alone, stored once a prompt."""
+    per_block_inputs: tuple[str, ...]
+    """Program inputs that differ from block to block, stored for each middle block."""
+    predict_inputs: tuple[str, ...]
+    """What the predict function takes of the conditioning."""
 
-    def patch_size(self, config: Mapping[str, Any]) -> int:
-        """Latent pixels per token, along one side."""
+    def takes_negative(self, config: Mapping[str, Any]) -> bool:
+        """Whether sampling takes a negative prompt; guidance-distilled models do not."""
 
-    def encode_prompts(self, tokenizer: Any, text_encoder: Any, prompts: Sequence[str]) -> PromptStates:
-        """Prompts to prompt states, exactly as the family's own pipeline does."""
+    def geometry(self, config: Mapping[str, Any]) -> Geometry:
+        """Shape of the latents and of the tokens, from the transformer's configuration."""
 
-    def blank_prompts(self, config: Mapping[str, Any], tokenizer: Any) -> PromptStates:
-        """One prompt of zeros in the shape of `encode_prompts`, without loading the text encoder."""
+    def encode_prompts(
+        self,
+        load: Callable[[str], Any],
+        prompts: Sequence[str],
+        *,
+        config: Mapping[str, Any],
+        max_tokens: int | None,
+        negative: bool,
+        blank: bool,
+    ) -> PromptStates:
+        """Prompts to prompt states, exactly as the family's own pipeline does, but no longer than the longest needs.
+
+        Args:
+            load: Loads a component by name; encoders are loaded one at a time.
+            prompts: P texts.
+            config: Of the transformer.
+            max_tokens: Tokens of a prompt, padding included; None is what the pipeline takes.
+            negative: The prompts are what classifier-free guidance leads away from; some families treat them otherwise.
+            blank: True gives zeros of the same shape and the same mask, from the tokenizer alone.
+
+        Raises:
+            ValueError: A prompt is longer than the encoder takes.
+        """
 
     def embed(
-        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates
+        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates, guidance: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Everything before the first block: noisy latents (B, C, H, W) and timesteps (B,) to hidden (B, T, D) and the
-        conditioning the blocks take, each (B, ...)."""
+        """Everything before the first block.
+
+        Args:
+            transformer: The base.
+            latents: (B, C, H, W), noisy.
+            timesteps: (B,), 0 to 1000.
+            prompts: B prompts.
+            guidance: Of guidance-distilled models; others ignore it.
+
+        Returns:
+            The state (B, S, D), and the conditioning of blocks and predict function, each (B, ...).
+
+        Raises:
+            ValueError: The configuration has a feature the block function lacks.
+        """
 
     def run_block(
         self,
@@ -85,13 +146,18 @@ class ModelAdapter(Protocol):
         conditioning: Mapping[str, Tensor],
         grid: tuple[int, int],
     ) -> Tensor:
-        """Block `index` of diffusers' own module on (B, T, D); `grid` is the tokens' rows and columns."""
+        """Block `index` of diffusers' own module on (B, S, D); `grid` is the image tokens' rows and columns."""
 
     def blocks(self, transformer: Any) -> list[BlockRef]:
         """All blocks in running order."""
 
-    def block_weights(self, transformer: Any, index: int) -> dict[str, Tensor]:
-        """Weights of one block under diffusers' names within the block; linear weights as (out, in)."""
+    def block_inputs(
+        self, transformer: Any, index: int, conditioning: Mapping[str, Tensor], layers: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """What the program of block `index` takes besides state and weights, each (B, ...); `layers` have LoRA."""
+
+    def block_weights(self, transformer: Any, index: int, layers: Sequence[str]) -> dict[str, Tensor]:
+        """Weights the program of a block takes, under diffusers' names within the block; linear weights as (out, in)."""
 
     def block_function(self, transformer: Any, kind: str, grid: tuple[int, int]) -> BlockFunction:
         """The block as a pure function of weights, for export; equals `run_block` for B = 1."""
@@ -100,7 +166,7 @@ class ModelAdapter(Protocol):
         """Weights of what comes after the last block."""
 
     def predict_function(self, transformer: Any) -> PredictFunction:
-        """What comes after the last block, (T, D) to token predictions (T, patch² C)."""
+        """What comes after the last block: image tokens (T, D) to their predictions (T, patch² C)."""
 
     def target_tokens(self, transformer: Any, velocity: Tensor) -> Tensor:
         """A target (B, C, H, W) in the layout of `predict_function`: (B, T, patch² C)."""
@@ -110,20 +176,13 @@ class ModelAdapter(Protocol):
         transformer: Any,
         scheduler: Any,
         prompts: PromptStates,
-        negative: PromptStates,
+        negative: PromptStates | None,
         latents: Tensor,
         *,
         steps: int,
         guidance: float,
     ) -> Tensor:
         """Sampling with the family's own diffusers pipeline: noise (B, C, H, W) to latents."""
-
-    def load_lora(self, transformer: Any, adapter_path: Path) -> None:
-        """Loads an adapter with diffusers' loader of this family.
-
-        Raises:
-            ValueError: Keys of the file match nothing in the transformer.
-        """
 
 
 _ADAPTERS: dict[str, ModelAdapter] = {}
@@ -173,6 +232,27 @@ class ModelFolder:
         if name not in _ADAPTERS:
             raise ValueError(f"{model}: no adapter for {name!r}; supported: {', '.join(sorted(_ADAPTERS))}.")
         self.adapter = _ADAPTERS[name]
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape of latents and tokens."""
+        return self.adapter.geometry(self.config)
+
+    def skeleton(self) -> Any:
+        """The transformer on the meta device: modules and shapes from the configuration alone, no weights."""
+        with torch.device("meta"):
+            transformer = getattr(diffusers, self.config["_class_name"]).from_config(self.config)
+        return transformer.eval().requires_grad_(False)
+
+    def encode_prompts(
+        self, prompts: Sequence[str], *, max_tokens: int | None = None, negative: bool = False, blank: bool = False
+    ) -> PromptStates:
+        """Prompts to prompt states, see `ModelAdapter.encode_prompts`; the encoders are freed again."""
+        states = self.adapter.encode_prompts(
+            self.load, list(prompts), config=self.config, max_tokens=max_tokens, negative=negative, blank=blank
+        )
+        gc.collect()
+        return states
 
     def adapter_file(self) -> str | None:
         """Source file of the adapter: what it says of a block is part of the programs' cache key."""
@@ -224,11 +304,76 @@ def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     return vae.decode(latents / vae.config.scaling_factor + shift).sample.clamp(-1, 1)
 
 
-def spatial_factor(vae: Any) -> int:
-    """Pixels per latent along one side, measured: configurations name it differently."""
+def spatial_factor(vae: Any, channels: int) -> int:
+    """Pixels per latent along one side, measured: configurations name it differently.
+
+    Raises:
+        ValueError: The autoencoder's latents have not as many channels as the transformer takes.
+    """
     side = 64
     with torch.no_grad():
-        return side // encode_images(vae, torch.zeros(1, 3, side, side)).shape[-1]
+        shape = encode_images(vae, torch.zeros(1, 3, side, side)).shape
+    if shape[1] != channels:
+        raise ValueError(
+            f"The autoencoder makes latents of {shape[1]} channels, the transformer takes {channels}. They belong to "
+            "different models; check the folders vae/ and transformer/."
+        )
+    return side // shape[-1]
+
+
+def require_short(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> None:
+    """Refuses prompts that an encoder would cut.
+
+    Raises:
+        ValueError: Names the prompt and both lengths.
+    """
+    for prompt in prompts:
+        if (length := len(tokenizer(prompt).input_ids)) > max_tokens:
+            raise ValueError(
+                f"The prompt {prompt!r} has {length} tokens, the model takes {max_tokens}. Shorten the prompt"
+                " or raise export.prompt_tokens."
+            )
+
+
+class BlankEncoder:
+    """Stands in for a text encoder where only shapes and masks count."""
+
+    dtype = torch.float32
+
+    def __init__(self, channels: int) -> None:
+        """Width of the states."""
+        self._channels = channels
+
+    def __call__(self, input_ids: Tensor, **_: Any) -> tuple[Tensor]:
+        """Zeros (B, L, C)."""
+        return (torch.zeros(*input_ids.shape, self._channels),)
+
+
+def bare_pipeline(adapter: ModelAdapter, **components: Any) -> Any:
+    """diffusers' pipeline of the family with only the given components, quiet."""
+    parameters = inspect.signature(adapter.pipeline.__init__).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.name != "self"]
+    pipeline = adapter.pipeline(**(dict.fromkeys(needed) | components))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_lora(adapter: ModelAdapter, transformer: Any, adapter_path: Path) -> None:
+    """Loads an adapter with diffusers' loader of the family.
+
+    Raises:
+        ValueError: Keys of the file match nothing in the transformer.
+    """
+    state = adapter.pipeline.lora_state_dict(adapter_path)
+    prefix = f"{adapter.lora_prefix}."
+    modules = dict(transformer.named_modules())
+    strays = [k for k in state if not k.startswith(prefix) or k[len(prefix) :].split(".lora_")[0] not in modules]
+    if strays or not state:
+        raise ValueError(
+            f"{adapter_path}: {len(strays)} of {len(state)} keys match nothing in the model, e.g. {strays[:3]}."
+        )
+    pipeline = bare_pipeline(adapter, transformer=transformer)
+    pipeline.load_lora_weights(adapter_path.parent, weight_name=adapter_path.name)
 
 
 def _local_dir(model: str) -> Path:

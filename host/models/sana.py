@@ -1,10 +1,11 @@
 """The SANA family: `SanaTransformer2DModel` with linear self-attention, cross-attention to the prompt, and Mix-FFN.
 
-Shape suffixes as in export/ops.py.
+SANA 1.0 (arXiv 2410.10629), SANA-1.5 (normalised queries and keys) and SANA-Sprint (a guidance embedding as well) share the
+class. Shape suffixes as in export/ops.py.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import diffusers
@@ -14,53 +15,87 @@ from torch import Tensor
 from export import ops
 from export.block_programs import BlockFunction, PredictFunction
 from export.ops import FrozenLinears
-from host.models.base import BlockRef, PromptStates, register_model
+from host.models.base import (
+    BlankEncoder,
+    BlockRef,
+    Geometry,
+    PromptStates,
+    bare_pipeline,
+    register_model,
+    require_short,
+)
 
-SanaPipeline: Any = diffusers.SanaPipeline
 MAX_PROMPT_TOKENS = 300
 MASKED = -10000.0
 """Added to a masked prompt token's score, as diffusers does."""
+QK_NORM_EPSILON = 1e-5
 
 
 class SanaAdapter:
     """See `ModelAdapter`."""
 
     family = "sana"
+    pipeline: Any = diffusers.SanaPipeline
     lora_prefix = "transformer"
     prompt_inputs: tuple[str, ...] = ("context", "context_bias")
-    block_conditioning: tuple[str, ...] = ("context", "context_bias", "modulation")
-    predict_conditioning: tuple[str, ...] = ("embedded_timestep",)
+    per_block_inputs: tuple[str, ...] = ()
+    predict_inputs: tuple[str, ...] = ("embedded_timestep",)
 
-    def patch_size(self, config: Mapping[str, Any]) -> int:
-        return config["patch_size"]
+    def takes_negative(self, config: Mapping[str, Any]) -> bool:
+        return not config["guidance_embeds"]
 
-    def encode_prompts(self, tokenizer: Any, text_encoder: Any, prompts: Sequence[str]) -> PromptStates:
-        pipeline = SanaPipeline(tokenizer, text_encoder, None, None, None)
+    def geometry(self, config: Mapping[str, Any]) -> Geometry:
+        return Geometry(channels=config["in_channels"], patch_size=config["patch_size"], side=config["sample_size"])
+
+    def encode_prompts(
+        self,
+        load: Callable[[str], Any],
+        prompts: Sequence[str],
+        *,
+        config: Mapping[str, Any],
+        max_tokens: int | None,
+        negative: bool,
+        blank: bool,
+    ) -> PromptStates:
+        tokenizer = load("tokenizer")
+        max_tokens = min(max_tokens or MAX_PROMPT_TOKENS, tokenizer.model_max_length)
+        require_short(tokenizer, prompts, max_tokens)
+        # The instruction SANA was trained with is written for Gemma; the pipeline leaves it out of negative prompts.
+        instruct = "gemma" in type(tokenizer).__name__.lower() and not negative
+        call = inspect.signature(self.pipeline.__call__).parameters
+        encoder = BlankEncoder(config["caption_channels"]) if blank else load("text_encoder")
         with torch.no_grad():
-            states, mask, _, _ = pipeline.encode_prompt(
-                list(prompts), do_classifier_free_guidance=False, max_sequence_length=_prompt_length(tokenizer)
+            states, mask, _, _ = bare_pipeline(self, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
+                list(prompts),
+                do_classifier_free_guidance=False,
+                device=torch.device("cpu"),
+                max_sequence_length=max_tokens,
+                complex_human_instruction=call["complex_human_instruction"].default if instruct else None,
             )
-        return PromptStates(states.float(), mask)
-
-    def blank_prompts(self, config: Mapping[str, Any], tokenizer: Any) -> PromptStates:
-        length = _prompt_length(tokenizer)
-        return PromptStates(
-            torch.zeros(1, length, config["caption_channels"]), torch.ones(1, length, dtype=torch.int64)
-        )
+        # Masked tokens change nothing, so what no prompt uses is left out.
+        used = mask.any(0)
+        return PromptStates(states[:, used].float(), mask[:, used])
 
     def embed(
-        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates
+        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: PromptStates, guidance: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        _require_supported(transformer)
+        config = transformer.config
+        _require_supported(config)
         hidden_BTD = transformer.patch_embed(latents)
-        modulation_B6D, embedded_BD = transformer.time_embed(
-            timesteps * transformer.config.timestep_scale, batch_size=len(latents), hidden_dtype=latents.dtype
-        )
+        if config.guidance_embeds:  # SANA-Sprint takes times from 0 to 1
+            scale = torch.full_like(timesteps, guidance * config.guidance_embeds_scale)
+            modulation, embedded_BD = transformer.time_embed(
+                timesteps / 1000, guidance=scale, hidden_dtype=latents.dtype
+            )
+        else:
+            modulation, embedded_BD = transformer.time_embed(
+                timesteps * config.timestep_scale, batch_size=len(latents), hidden_dtype=latents.dtype
+            )
         context_BLD = transformer.caption_norm(transformer.caption_projection(prompts.states))
         conditioning = {
             "context": context_BLD,
             "context_bias": (1 - prompts.mask.to(latents.dtype)) * MASKED,
-            "modulation": modulation_B6D.view(len(latents), 6, -1),
+            "modulation": modulation.view(len(latents), 6, -1),
             "embedded_timestep": embedded_BD,
         }
         return hidden_BTD, conditioning
@@ -85,7 +120,12 @@ class SanaAdapter:
     def blocks(self, transformer: Any) -> list[BlockRef]:
         return [BlockRef("sana_block", f"transformer_blocks.{i}") for i in range(len(transformer.transformer_blocks))]
 
-    def block_weights(self, transformer: Any, index: int) -> dict[str, Tensor]:
+    def block_inputs(
+        self, transformer: Any, index: int, conditioning: Mapping[str, Tensor], layers: Sequence[str]
+    ) -> dict[str, Tensor]:
+        return {name: conditioning[name] for name in ("context", "context_bias", "modulation")}
+
+    def block_weights(self, transformer: Any, index: int, layers: Sequence[str]) -> dict[str, Tensor]:
         weights = transformer.transformer_blocks[index].state_dict()
         # 1x1 convolutions are linear layers over the channels.
         return {n: w.flatten(1) if w.ndim == 4 and w.shape[2:] == (1, 1) else w for n, w in weights.items()}
@@ -100,19 +140,29 @@ class SanaAdapter:
             modulation_6D = weights["scale_shift_table"] + conditioning["modulation"]
             shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = (modulation_6D[i : i + 1] for i in range(6))
 
+            def normed(layer: str, x: Tensor) -> Tensor:
+                weight = weights.get(f"{layer}.weight")
+                return x if weight is None else ops.rms_norm(x, weight, QK_NORM_EPSILON)
+
             x_TD = ops.modulate(ops.layer_norm(hidden_TD, epsilon), shift_1, scale_1)
-            query_TD, key_TD, value_TD = (linear(f"attn1.to_{name}", x_TD) for name in "qkv")
-            attended_TD = ops.linear_attention(query_TD, key_TD, value_TD, heads)
+            query_TD = normed("attn1.norm_q", linear("attn1.to_q", x_TD))
+            key_TD = normed("attn1.norm_k", linear("attn1.to_k", x_TD))
+            attended_TD = ops.linear_attention(query_TD, key_TD, linear("attn1.to_v", x_TD), heads)
             hidden_TD = hidden_TD + gate_1 * linear("attn1.to_out.0", attended_TD)
 
             context_LD = conditioning["context"]
-            query_TD = linear("attn2.to_q", hidden_TD)
-            key_LD, value_LD = linear("attn2.to_k", context_LD), linear("attn2.to_v", context_LD)
-            attended_TD = ops.softmax_attention(query_TD, key_LD, value_LD, conditioning["context_bias"], cross_heads)
+            query_TD = normed("attn2.norm_q", linear("attn2.to_q", hidden_TD))
+            key_LD = normed("attn2.norm_k", linear("attn2.to_k", context_LD))
+            attended_TD = ops.softmax_attention(
+                ops.split_heads(query_TD, cross_heads),
+                ops.split_heads(key_LD, cross_heads),
+                ops.split_heads(linear("attn2.to_v", context_LD), cross_heads),
+                conditioning["context_bias"],
+            )
             hidden_TD = hidden_TD + linear("attn2.to_out.0", attended_TD)
 
-            x_TD = ops.modulate(ops.layer_norm(hidden_TD, epsilon), shift_2, scale_2)
-            x_TC = ops.silu(linear("ff.conv_inverted", x_TD))
+            x_TD = ops.layer_norm(hidden_TD, epsilon, weights.get("norm2.weight"), weights.get("norm2.bias"))
+            x_TC = ops.silu(linear("ff.conv_inverted", ops.modulate(x_TD, shift_2, scale_2)))
             x_TC = ops.depthwise_conv(x_TC, weights["ff.conv_depth.weight"], weights["ff.conv_depth.bias"], grid)
             half = x_TC.shape[1] // 2
             x_TC = x_TC[:, :half] * ops.silu(x_TC[:, half:])
@@ -146,58 +196,52 @@ class SanaAdapter:
         transformer: Any,
         scheduler: Any,
         prompts: PromptStates,
-        negative: PromptStates,
+        negative: PromptStates | None,
         latents: Tensor,
         *,
         steps: int,
         guidance: float,
     ) -> Tensor:
-        pipeline = SanaPipeline(None, None, None, transformer, scheduler)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline(
-            prompt_embeds=prompts.states,
-            prompt_attention_mask=prompts.mask,
-            negative_prompt=None,
-            negative_prompt_embeds=negative.states,
-            negative_prompt_attention_mask=negative.mask,
-            latents=latents,
-            num_inference_steps=steps,
-            guidance_scale=guidance,
-            use_resolution_binning=False,
-            output_type="latent",
-        ).images
-
-    def load_lora(self, transformer: Any, adapter_path: Path) -> None:
-        state, metadata = SanaPipeline.lora_state_dict(adapter_path, return_lora_metadata=True)
-        prefix = f"{self.lora_prefix}."
-        modules = dict(transformer.named_modules())
-        strays = [k for k in state if not k.startswith(prefix) or k[len(prefix) :].split(".lora_")[0] not in modules]
-        if strays or not state:
-            raise ValueError(
-                f"{adapter_path}: {len(strays)} of {len(state)} keys match nothing in the model, e.g. {strays[:3]}."
-            )
-        SanaPipeline.load_lora_into_transformer(state, transformer=transformer, metadata=metadata)
+        length = max(part.states.shape[1] for part in (prompts, negative) if part)
+        prompts = _padded(prompts, length)
+        settings: dict[str, Any] = {
+            "prompt_embeds": prompts.states,
+            "prompt_attention_mask": prompts.mask,
+            "latents": latents,
+            "num_inference_steps": steps,
+            "guidance_scale": guidance,
+            "use_resolution_binning": False,
+            "output_type": "latent",
+        }
+        if negative is None:
+            pipeline: Any = diffusers.SanaSprintPipeline(None, None, None, transformer, scheduler)
+            pipeline.set_progress_bar_config(disable=True)
+            # The pipeline's own intermediate time is that of two steps.
+            return pipeline(**settings, **({} if steps == 2 else {"intermediate_timesteps": None})).images
+        negative = _padded(negative, length)
+        settings |= {
+            "negative_prompt": None,
+            "negative_prompt_embeds": negative.states,
+            "negative_prompt_attention_mask": negative.mask,
+        }
+        return bare_pipeline(self, transformer=transformer, scheduler=scheduler)(**settings).images
 
 
-def _prompt_length(tokenizer: Any) -> int:
-    return min(MAX_PROMPT_TOKENS, tokenizer.model_max_length)
+def _padded(prompts: PromptStates, length: int) -> PromptStates:
+    """Adds masked tokens up to a length."""
+    missing = length - prompts.states.shape[1]
+    pad = torch.nn.functional.pad
+    return PromptStates(pad(prompts.states, (0, 0, 0, missing)), pad(prompts.mask, (0, missing)))
 
 
-def _require_supported(transformer: Any) -> None:
+def _require_supported(config: Any) -> None:
     """Refuses variants whose maths the block function does not have."""
-    config = transformer.config
-    wrong = {name: config[name] for name in ("qk_norm", "cross_attention_dim") if _unsupported(config, name)}
-    if config.guidance_embeds:
-        wrong["guidance_embeds"] = True
-    if config.norm_elementwise_affine:
-        wrong["norm_elementwise_affine"] = True
+    known = {"qk_norm": (None, "rms_norm_across_heads")}
+    wrong = {name: config[name] for name, values in known.items() if config[name] not in values}
+    if config.cross_attention_dim is None:
+        wrong["cross_attention_dim"] = None
     if wrong:
-        raise ValueError(f"This SANA variant is not supported yet: {wrong}. Supported are SANA 1.0 configurations.")
-
-
-def _unsupported(config: Mapping[str, Any], name: str) -> bool:
-    value = config[name]
-    return value is not None if name == "qk_norm" else value is None
+        raise ValueError(f"This SANA variant is not supported: {wrong}; known are SANA 1.0, SANA-1.5 and SANA-Sprint.")
 
 
 register_model("SanaTransformer2DModel", SanaAdapter())

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from host.generate import draw
 from host.models import EMBEDDED, ModelFolder
-from host.residuals import encode_prompts
 from host.tiny_base import world
 from host.tiny_base.autoencoder import PCAAutoencoder
 from runtime.atomic import atomic_path
@@ -292,10 +291,9 @@ def save_grid(transformer: nn.Module, path: Path) -> None:
 
 
 def _prompt_states(folder: ModelFolder, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """States of all prompts, bfloat16, cut to the longest."""
-    parts = encode_prompts(folder, prompts)
-    length = int(parts.mask.sum(1).max())
-    return parts.states[:, :length].to(torch.bfloat16), parts.mask[:, :length]
+    """States of all prompts, bfloat16."""
+    parts = folder.encode_prompts(prompts)
+    return parts.states.to(torch.bfloat16), parts.mask
 
 
 def _premultiplied(image: Image.Image, side: int) -> np.ndarray:

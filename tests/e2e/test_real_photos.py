@@ -9,7 +9,7 @@ import pytest
 from diffusers import AutoencoderTiny
 from PIL import Image
 
-from tests.tiny_sana import save_sana
+from tests.tiny_models import save_sana
 
 SHARED = Path(__file__).parents[3] / "shared"
 PHOTOS, AUTOENCODER = SHARED / "photos" / "dog", SHARED / "models" / "taef1"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from export.parity import check_parity
 from host import residuals
 from host.models import PromptStates
+from host.models.base import load_lora
 from runtime.adapter import LoraParameters
 from runtime.bundle import Bundle, sha256_file
 from runtime.errors import BudgetExceededError, BundleError, CheckpointError, NonFiniteLossError
@@ -60,7 +61,7 @@ def rebuild_inputs(exporter, identity):
         exporter.model, exporter.photos, plan, [identity.index], exporter.patch_side, exporter.image_side, 1
     )
     noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
-    prompts = residuals.encode_prompts(exporter.model, [identity.prompt])
+    prompts = exporter.model.encode_prompts([identity.prompt])
     noisy = (1 - identity.sigma) * latents + identity.sigma * noise
     return noisy, noise - latents, prompts
 
@@ -94,12 +95,14 @@ def test_stored_residuals_equal_recomputed_ones(exporter, bundle_dir):
         noise = residuals.noise_of(sample.identity.seed, tuple(noisy.shape[1:]))[None]
         sigma = torch.tensor([sample.identity.sigma], dtype=torch.float32)
         out = residuals.base_outputs(
-            exporter.model, exporter.transformer, noise - velocity, noise, sigma, prompts, exporter.cut
+            exporter.model, exporter.transformer, noise - velocity, noise, sigma, prompts, exporter.layers, 3.5
         )
         torch.testing.assert_close(sample.tensors["hidden"], out.hidden[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sample.tensors["tail_residual"], out.tail_residual[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sample.tensors["target"], out.target[0], rtol=1e-5, atol=1e-5)
-        for name, value in out.conditioning.items():
+        stored = residuals.sample_tensors(exporter.model, out)
+        assert stored.keys() == sample.tensors.keys()
+        for name, value in stored.items():
             torch.testing.assert_close(sample.tensors[name], value[0], rtol=1e-5, atol=1e-5)
 
 
@@ -147,7 +150,7 @@ def test_the_adapter_gives_diffusers_the_runtimes_prediction(exporter, bundle_di
             out = exporter.model.adapter.run_block(transformer, index, out, conditioning, grid)
         out = transformer.norm_out(out, conditioning["embedded_timestep"], transformer.scale_shift_table)
         ours = transformer.proj_out(out)
-        exporter.model.adapter.load_lora(transformer, finished / ADAPTER)
+        load_lora(exporter.model.adapter, transformer, finished / ADAPTER)
         tuned = transformer(noisy, **arguments).sample
     theirs = exporter.model.adapter.target_tokens(transformer, tuned)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -172,7 +175,7 @@ def test_an_adapter_with_foreign_keys_is_refused(exporter, finished, tmp_path):
     tensors = {f"unet.{name}": value for name, value in load_file(finished / ADAPTER).items()}
     save_file(tensors, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="match nothing in the model"):
-        exporter.model.adapter.load_lora(exporter.model.load("transformer"), tmp_path / "other.safetensors")
+        load_lora(exporter.model.adapter, exporter.model.load("transformer"), tmp_path / "other.safetensors")
 
 
 def test_stopping_and_resuming_twice_gives_the_same_trace_and_the_same_adapter(bundle_dir, finished, tmp_path):

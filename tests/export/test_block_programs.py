@@ -166,5 +166,6 @@ def test_masked_prompt_tokens_change_nothing():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 16, generator=generator) for n in (4, 6, 6))
     bias = torch.tensor([0.0, 0, 0, 0, -10000, -10000])
-    kept = ops.softmax_attention(q, k[:4], v[:4], torch.zeros(4), 2)
-    np.testing.assert_allclose(ops.softmax_attention(q, k, v, bias, 2), kept, rtol=1e-6, atol=1e-6)
+    q, k, v = (ops.split_heads(x, 2) for x in (q, k, v))
+    kept = ops.softmax_attention(q, k[:, :4], v[:, :4])
+    np.testing.assert_allclose(ops.softmax_attention(q, k, v, bias), kept, rtol=1e-6, atol=1e-6)

@@ -8,25 +8,56 @@ from torch import nn
 
 from export.weights import initial_lora, lora_layers, save_weights
 
-WEIGHTS = {
-    "attn1.to_q.weight": torch.zeros(8, 6),
-    "attn2.to_q.weight": torch.zeros(8, 6),
-    "attn1.to_out.0.weight": torch.zeros(6, 8),
-    "attn1.to_out.0.bias": torch.zeros(6),
-    "ff.conv_depth.weight": torch.zeros(8, 1, 3, 3),
-}
+PATH = "transformer_blocks.4"
 
 
-def test_targets_match_as_in_peft():
-    assert lora_layers(WEIGHTS, ["to_q"]) == ["attn1.to_q", "attn2.to_q"]
-    assert lora_layers(WEIGHTS, ["attn2.to_q", "to_out.0"]) == ["attn2.to_q", "attn1.to_out.0"]
-    assert lora_layers(WEIGHTS, ["to_q", "to_q"]) == ["attn1.to_q", "attn2.to_q"]
+class Block(nn.Module):
+    """The module names of a SANA block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("attn1", "attn2"):
+            attention = nn.Module()
+            attention.to_q, attention.to_k = nn.Linear(6, 8), nn.Linear(6, 8)
+            attention.to_out = nn.ModuleList([nn.Linear(8, 6), nn.Dropout(0.0)])
+            self.add_module(name, attention)
+        self.ff = nn.Module()
+        self.ff.conv_inverted = nn.Conv2d(6, 8, 1)
+        self.ff.conv_depth = nn.Conv2d(8, 8, 3, groups=8)
 
 
-@pytest.mark.parametrize("target", ["q", "to_k", "conv_depth", ""])
-def test_a_target_that_matches_no_linear_layer_is_refused_with_what_there_is(target):
-    with pytest.raises(ValueError, match=r"matches no layer.*attn1\.to_q, attn2\.to_q"):
-        lora_layers(WEIGHTS, [target])
+ALL_LINEAR = tuple(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_out.0"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("to_q",), ("attn1.to_q", "attn2.to_q")),
+        (("attn2.to_q", "to_out.0"), ("attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")),
+        (("to_q", "to_q"), ("attn1.to_q", "attn2.to_q")),
+        ((f"{PATH}.attn1.to_q",), ("attn1.to_q",)),
+        (("conv_inverted",), ("ff.conv_inverted",)),
+        (r".*\.attn2\.to_[qk]", ("attn2.to_q", "attn2.to_k")),
+        (r"transformer_blocks\.5\..*to_q", ()),
+        ("all-linear", ALL_LINEAR),
+        (("q",), ()),
+        (("to_v",), ()),
+    ],
+)
+def test_layers_are_those_peft_itself_wraps(targets, expected):
+    assert lora_layers(Block(), PATH, targets) == expected
+    model = nn.Module()
+    model.transformer_blocks = nn.ModuleList([nn.Identity() for _ in range(4)] + [Block()])
+    config = peft.LoraConfig(r=2, target_modules=targets if isinstance(targets, str) else list(targets))
+    if expected:
+        wrapped = peft.inject_adapter_in_model(config, model)
+        names = {name.removesuffix(".lora_A") for name, _ in wrapped.named_modules() if name.endswith(".lora_A")}
+        assert names == {f"{PATH}.{layer}" for layer in expected}
+
+
+def test_a_depthwise_convolution_cannot_have_lora():
+    with pytest.raises(ValueError, match=r"'ff.conv_depth' is a 3x3 convolution with 8 groups"):
+        lora_layers(Block(), PATH, ("conv_depth",))
 
 
 def test_the_start_is_drawn_as_peft_draws_it():
@@ -49,7 +80,7 @@ def test_the_start_is_drawn_as_peft_draws_it():
 
 def test_a_rank_larger_than_the_layer_is_refused():
     with pytest.raises(ValueError, match=r"rank 7 exceeds the size of attn1\.to_q, 8 x 6"):
-        initial_lora(WEIGHTS, ["attn1.to_q"], 7, torch.Generator())
+        initial_lora({"attn1.to_q.weight": torch.zeros(8, 6)}, ["attn1.to_q"], 7, torch.Generator())
 
 
 def test_weights_are_written_as_float32_and_the_same_bytes_each_time(tmp_path):

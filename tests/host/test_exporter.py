@@ -14,7 +14,7 @@ from host.cache import cached_stage, stage_folder
 from host.exporter import Exporter
 from runtime.bundle import Bundle, sha256_file
 from runtime.sample_store import SampleStore
-from tests.tiny_sana import PROMPT, export_config, save_sana, small_vae
+from tests.tiny_models import PROMPT, export_config, save_sana, small_vae
 
 
 def run(exporter: Exporter) -> dict[str, bool]:

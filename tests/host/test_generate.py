@@ -15,7 +15,7 @@ from runtime.errors import BundleError
 from runtime.manifest import TrainingSpec
 from runtime.tensor_file import write_tensor_file
 from runtime.trainer import ADAPTER, train
-from tests.tiny_sana import PROMPT
+from tests.tiny_models import PROMPT
 
 UNSEEN = "a thing on a red table"
 SETTINGS = GenerateConfig(prompts=(PROMPT, UNSEEN), seeds=(3, 4), steps=2, guidance=2.0, image_side=64)
@@ -73,7 +73,7 @@ def test_without_prompts_the_instance_prompt_is_drawn(run_dir):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not a run folder. Train first: pocketdit train"):
+    with pytest.raises(ValueError, match=r"is not a run folder\. Train first: pocketdit train"):
         generate(tmp_path, SETTINGS)
 
 
@@ -94,5 +94,5 @@ def test_a_base_that_changed_since_the_export_is_refused(run_dir, sana_dir, bund
     generate(run_dir, GenerateConfig(seeds=(0,), steps=1, image_side=64))
     config = model / "transformer" / "config.json"
     config.write_text(config.read_text().replace('"norm_eps": 1e-06', '"norm_eps": 1e-05'))
-    with pytest.raises(BundleError, match="its hash differs. Export again"):
+    with pytest.raises(BundleError, match=r"its hash differs\. Export again"):
         generate(run_dir, SETTINGS)

@@ -1,0 +1,191 @@
+"""Tiny random models of every family, saved in diffusers' layout with all their components, and settings to export them.
+
+Tokenizers know single characters: enough to tell prompts apart, and no vocabulary has to be shipped.
+"""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import AutoencoderKL, AutoencoderTiny, FlowMatchEulerDiscreteScheduler
+from torch import nn
+
+from host.config import Config, ExportConfig
+from runtime.manifest import TrainingSpec
+
+PROMPT = "a photo of sks thing"
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation
+SANA = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "num_layers": 5,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 32,
+    "cross_attention_dim": 64,
+    "caption_channels": 384,
+    "mlp_ratio": 2.5,
+    "sample_size": 16,
+    "patch_size": 2,
+    "interpolation_scale": 1.0,
+}
+SANA_15 = SANA | {"qk_norm": "rms_norm_across_heads", "caption_channels": 24, "norm_elementwise_affine": True}
+SANA_SPRINT = SANA_15 | {"guidance_embeds": True}
+FLUX = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_single_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 20,
+    "axes_dims_rope": (4, 6, 6),
+    "guidance_embeds": True,
+}
+
+
+def save_sana(folder: Path, vae: nn.Module, **changes: Any) -> Path:
+    """A random SANA; text comes from MiniLM, as in the embedded model."""
+    index = {
+        "text_encoder": ["host.tiny_base.text_encoder", "MiniLMTextEncoder"],
+        "tokenizer": ["host.tiny_base.text_encoder", "MiniLMTokenizer"],
+    }
+    return _save(folder, "SanaPipeline", "SanaTransformer2DModel", SANA | changes, {"vae": vae}, index)
+
+
+def save_sana_with_gemma(folder: Path, config: dict[str, Any]) -> Path:
+    """A random SANA with everything the published ones have: DC-AE, Gemma-2, its tokenizer."""
+    torch.manual_seed(2)
+    gemma = transformers.Gemma2Config(
+        vocab_size=128,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        max_position_embeddings=2048,
+    )
+    autoencoder = diffusers.AutoencoderDC(
+        latent_channels=16,
+        encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock",
+        encoder_block_out_channels=(4, 8, 16, 32),
+        decoder_block_out_channels=(4, 8, 16, 32),
+        encoder_layers_per_block=(1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        encoder_qkv_multiscales=((), (), (), ()),
+        decoder_qkv_multiscales=((), (), (), ()),
+        scaling_factor=0.41407,
+    )
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    vocabulary = {token: i for i, token in enumerate([*special, "▁", "\n", *CHARACTERS])}
+    parts = {
+        "vae": autoencoder,
+        "text_encoder": transformers.Gemma2Model(gemma),
+        "tokenizer": transformers.GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=4096),
+    }
+    pipeline = "SanaSprintPipeline" if config.get("guidance_embeds") else "SanaPipeline"
+    if config.get("guidance_embeds"):
+        parts["scheduler"] = diffusers.SCMScheduler(prediction_type="trigflow", sigma_data=0.5)
+    return _save(folder, pipeline, "SanaTransformer2DModel", config, parts)
+
+
+def save_flux(folder: Path, **changes: Any) -> Path:
+    """A random FLUX with everything FLUX.1-dev has: AutoencoderKL, CLIP, T5, their tokenizers."""
+    torch.manual_seed(3)
+    clip = transformers.CLIPTextConfig(
+        vocab_size=128,
+        hidden_size=20,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    t5 = transformers.T5Config(vocab_size=128, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    autoencoder = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 8, 8),
+        latent_channels=16,
+        norm_num_groups=2,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    clip_vocabulary = {
+        t: i for i, t in enumerate(["<|startoftext|>", "<|endoftext|>", *(c + "</w>" for c in CHARACTERS)])
+    }
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((c, -3.0) for c in CHARACTERS)]
+    parts = {
+        "vae": autoencoder,
+        "text_encoder": transformers.CLIPTextModel(clip),
+        "tokenizer": transformers.CLIPTokenizer(vocab=clip_vocabulary, merges=[], model_max_length=77),
+        "text_encoder_2": transformers.T5EncoderModel(t5),
+        "tokenizer_2": transformers.T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=64),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    }
+    return _save(folder, "FluxPipeline", "FluxTransformer2DModel", FLUX | changes, parts)
+
+
+def _save(
+    folder: Path,
+    pipeline: str,
+    transformer: str,
+    config: dict[str, Any],
+    parts: dict[str, Any],
+    index: dict[str, list[str]] | None = None,
+) -> Path:
+    torch.manual_seed(0)
+    parts = {
+        "transformer": getattr(diffusers, transformer)(**config),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=1.0),
+    } | parts
+    # Fresh layers are near zero in places; a trained model's are not, and zeros would hide a wrong formula.
+    for name, parameter in parts["transformer"].named_parameters():
+        if "norm" in name and parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    libraries = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline} | libraries | (index or {})))
+    return folder
+
+
+def small_vae() -> AutoencoderTiny:
+    torch.manual_seed(1)
+    return AutoencoderTiny(
+        latent_channels=16,
+        encoder_block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        num_encoder_blocks=(1, 1, 1, 1),
+        num_decoder_blocks=(1, 1, 1, 1),
+    )
+
+
+def export_config(model: Path, **changes: Any) -> Config:
+    settings = {
+        "model": str(model),
+        "prompt": PROMPT,
+        "cut": (1, 2),
+        "samples": 12,
+        "sample_dtype": "fp32",
+        "backend": "portable",
+        "lora_rank": 2,
+        "lora_alpha": 3.0,
+    } | changes
+    return Config(
+        export=ExportConfig(**settings),
+        train=TrainingSpec(steps=6, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2),
+    )
