@@ -120,6 +120,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("-o", "--output", type=Path, help="file to write (report.html in the run folder)")
 
     sub = command(
+        "convert",
+        _convert,
+        "Converts an adapter to the format of kohya and ComfyUI, or back to PEFT's.",
+        "pocketdit convert runs/dog/adapter.safetensors -o dog.safetensors --to kohya",
+    )
+    sub.add_argument("adapter", type=Path, help="adapter file, only read")
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file to write")
+    sub.add_argument("--to", choices=("kohya", "peft"), required=True, help="format of the new file")
+    sub.add_argument("--model", help="the adapter's base; PocketDiT's adapters name their own")
+
+    sub = command(
         "demo",
         _demo,
         "The whole path on the embedded model and its sample subject.",
@@ -273,6 +284,28 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     say(summary_table(options.run_dir))
     say(f"report {path}")
     return {"report": str(path)}
+
+
+def _convert(options: argparse.Namespace) -> dict[str, Any]:
+    from host.lora_formats import convert_file, lora_modules
+    from host.models import ModelFolder
+    from runtime.tensor_file import TensorFile
+
+    if not options.adapter.is_file():
+        raise ValueError(f"{options.adapter} is not a file. Give an adapter as .safetensors.")
+    named = options.model or TensorFile(options.adapter).metadata.get("pocketdit.base")
+    if named is None:
+        raise ValueError(f"{options.adapter} does not say what it was trained on. Give its base with --model.")
+    model = ModelFolder(named)
+    convert_file(
+        options.adapter,
+        options.output,
+        options.to,
+        family=model.adapter.family,
+        module_names=lora_modules(model.skeleton()),
+    )
+    _printer(options)(f"{options.output}: {options.to} format, for {named} ({model.adapter.family})")
+    return {"adapter": str(options.output), "format": options.to, "family": model.adapter.family}
 
 
 def _demo(options: argparse.Namespace) -> dict[str, Any]:

@@ -65,9 +65,7 @@ def draw(
         positive = states[[unique.index(prompts[i]) for i in rows]]
         negative = nothing[[0] * len(rows)] if nothing else None
         with torch.no_grad():
-            latents = model.adapter.denoise(
-                transformer, model.load("scheduler"), positive, negative, noise, steps=steps, guidance=guidance
-            )
+            latents = model.denoise(transformer, positive, negative, noise, steps=steps, guidance=guidance)
             pictures += [_picture(pixels) for pixels in decode_latents(vae, latents)]
     return pictures
 

@@ -49,6 +49,19 @@ FLUX = {
 }
 
 
+SD3 = {
+    "sample_size": 16,
+    "num_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 40,
+    "caption_projection_dim": 64,
+    "pooled_projection_dim": 40,
+    "pos_embed_max_size": 16,
+    "qk_norm": "rms_norm",
+}
+
+
 def save_sana(folder: Path, vae: nn.Module, **changes: Any) -> Path:
     """A random SANA; text comes from MiniLM, as in the embedded model."""
     index = {
@@ -101,19 +114,34 @@ def save_sana_with_gemma(folder: Path, config: dict[str, Any]) -> Path:
 def save_flux(folder: Path, **changes: Any) -> Path:
     """A random FLUX with everything FLUX.1-dev has: AutoencoderKL, CLIP, T5, their tokenizers."""
     torch.manual_seed(3)
-    clip = transformers.CLIPTextConfig(
-        vocab_size=128,
-        hidden_size=20,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=77,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    t5 = transformers.T5Config(vocab_size=128, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    autoencoder = AutoencoderKL(
+    parts = {
+        "vae": _autoencoder_kl(),
+        "text_encoder": transformers.CLIPTextModel(_clip_config()),
+        "tokenizer": _clip_tokenizer(),
+        "text_encoder_2": _t5(24),
+        "tokenizer_2": _t5_tokenizer(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    }
+    return _save(folder, "FluxPipeline", "FluxTransformer2DModel", FLUX | changes, parts)
+
+
+def save_sd3(folder: Path, **changes: Any) -> Path:
+    """A random SD3 with everything SD3.5 has: AutoencoderKL, two CLIPs, T5, their tokenizers."""
+    torch.manual_seed(4)
+    parts = {
+        "vae": _autoencoder_kl(),
+        "text_encoder": transformers.CLIPTextModelWithProjection(_clip_config()),
+        "tokenizer": _clip_tokenizer(),
+        "text_encoder_2": transformers.CLIPTextModelWithProjection(_clip_config()),
+        "tokenizer_2": _clip_tokenizer(),
+        "text_encoder_3": _t5(40),
+        "tokenizer_3": _t5_tokenizer(),
+    }
+    return _save(folder, "StableDiffusion3Pipeline", "SD3Transformer2DModel", SD3 | changes, parts)
+
+
+def _autoencoder_kl() -> AutoencoderKL:
+    return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(4, 4, 8, 8),
@@ -124,19 +152,36 @@ def save_flux(folder: Path, **changes: Any) -> Path:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    clip_vocabulary = {
-        t: i for i, t in enumerate(["<|startoftext|>", "<|endoftext|>", *(c + "</w>" for c in CHARACTERS)])
-    }
+
+
+def _clip_config() -> transformers.CLIPTextConfig:
+    return transformers.CLIPTextConfig(
+        vocab_size=128,
+        hidden_size=20,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=20,
+        max_position_embeddings=77,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
+def _clip_tokenizer() -> transformers.CLIPTokenizer:
+    tokens = ["<|startoftext|>", "<|endoftext|>", *(c + "</w>" for c in CHARACTERS)]
+    return transformers.CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def _t5(width: int) -> transformers.T5EncoderModel:
+    config = transformers.T5Config(vocab_size=128, d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    return transformers.T5EncoderModel(config)
+
+
+def _t5_tokenizer() -> transformers.T5TokenizerFast:
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((c, -3.0) for c in CHARACTERS)]
-    parts = {
-        "vae": autoencoder,
-        "text_encoder": transformers.CLIPTextModel(clip),
-        "tokenizer": transformers.CLIPTokenizer(vocab=clip_vocabulary, merges=[], model_max_length=77),
-        "text_encoder_2": transformers.T5EncoderModel(t5),
-        "tokenizer_2": transformers.T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=64),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-    }
-    return _save(folder, "FluxPipeline", "FluxTransformer2DModel", FLUX | changes, parts)
+    return transformers.T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=64)
 
 
 def _save(

@@ -1,6 +1,6 @@
 """One adapter per model family; importing this package registers them."""
 
-from host.models import flux, sana  # noqa: F401
+from host.models import flux, sana, sd3  # noqa: F401
 from host.models.base import EMBEDDED, BlockRef, ModelAdapter, ModelFolder, PromptStates, register_model
 
 __all__ = ["EMBEDDED", "BlockRef", "ModelAdapter", "ModelFolder", "PromptStates", "register_model"]

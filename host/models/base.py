@@ -18,7 +18,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from export.block_programs import BlockFunction, PredictFunction
+from export.block_programs import BlockFunction, PredictFunction, Tensors
 from runtime.bundle import sha256_file
 
 EMBEDDED = "tiny-base"
@@ -52,6 +52,21 @@ class PromptStates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRequest:
+    """What to encode, and how."""
+
+    texts: list[str]
+    config: Mapping[str, Any]
+    """Of the transformer."""
+    max_tokens: int | None = None
+    """Tokens of a prompt, padding included; None is what the pipeline takes."""
+    negative: bool = False
+    """The texts are what classifier-free guidance leads away from; some families treat them otherwise."""
+    blank: bool = False
+    """Zeros of the same shape and the same mask, from the tokenizers alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
     """How pictures become tokens: latents (channels, side, side), one token a patch_size x patch_size tile."""
 
@@ -69,6 +84,9 @@ class BlockRef:
     module: str
 
 
+Sampler = Callable[..., Tensor]
+
+
 class ModelAdapter(Protocol):
     """One family of diffusion transformers.
 
@@ -79,7 +97,7 @@ class ModelAdapter(Protocol):
 
     family: str
     pipeline: Any
-    """diffusers' pipeline class of this family; it gives prompt handling, sampling and the LoRA loader."""
+    """diffusers' pipeline class of this family; it gives prompt handling and the LoRA loader."""
     lora_prefix: str
     """What diffusers' LoRA loader of this family puts before a module path."""
     prompt_inputs: tuple[str, ...]
@@ -95,25 +113,12 @@ class ModelAdapter(Protocol):
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
         """Shape of the latents and of the tokens, from the transformer's configuration."""
 
-    def encode_prompts(
-        self,
-        load: Callable[[str], Any],
-        prompts: Sequence[str],
-        *,
-        config: Mapping[str, Any],
-        max_tokens: int | None,
-        negative: bool,
-        blank: bool,
-    ) -> PromptStates:
+    def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         """Prompts to prompt states, exactly as the family's own pipeline does, but no longer than the longest needs.
 
         Args:
             load: Loads a component by name; encoders are loaded one at a time.
-            prompts: P texts.
-            config: Of the transformer.
-            max_tokens: Tokens of a prompt, padding included; None is what the pipeline takes.
-            negative: The prompts are what classifier-free guidance leads away from; some families treat them otherwise.
-            blank: True gives zeros of the same shape and the same mask, from the tokenizer alone.
+            request: What to encode, and how.
 
         Raises:
             ValueError: A prompt is longer than the encoder takes.
@@ -139,12 +144,7 @@ class ModelAdapter(Protocol):
         """
 
     def run_block(
-        self,
-        transformer: Any,
-        index: int,
-        hidden: Tensor,
-        conditioning: Mapping[str, Tensor],
-        grid: tuple[int, int],
+        self, transformer: Any, index: int, hidden: Tensor, conditioning: Tensors, grid: tuple[int, int]
     ) -> Tensor:
         """Block `index` of diffusers' own module on (B, S, D); `grid` is the image tokens' rows and columns."""
 
@@ -152,7 +152,7 @@ class ModelAdapter(Protocol):
         """All blocks in running order."""
 
     def block_inputs(
-        self, transformer: Any, index: int, conditioning: Mapping[str, Tensor], layers: Sequence[str]
+        self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
     ) -> dict[str, Tensor]:
         """What the program of block `index` takes besides state and weights, each (B, ...); `layers` have LoRA."""
 
@@ -171,18 +171,18 @@ class ModelAdapter(Protocol):
     def target_tokens(self, transformer: Any, velocity: Tensor) -> Tensor:
         """A target (B, C, H, W) in the layout of `predict_function`: (B, T, patch² C)."""
 
-    def denoise(
-        self,
-        transformer: Any,
-        scheduler: Any,
-        prompts: PromptStates,
-        negative: PromptStates | None,
-        latents: Tensor,
-        *,
-        steps: int,
-        guidance: float,
+    def sample(
+        self, run: Sampler, prompts: PromptStates, negative: PromptStates | None, latents: Tensor, steps: int
     ) -> Tensor:
-        """Sampling with the family's own diffusers pipeline: noise (B, C, H, W) to latents."""
+        """Samples latents (B, C, H, W) from noise of that shape.
+
+        Args:
+            run: The family's diffusers pipeline; takes its inputs by keyword and gives what it calls latents.
+            prompts: B prompts.
+            negative: B negative prompts where the model takes them.
+            latents: The noise.
+            steps: Denoising steps `run` will take.
+        """
 
 
 _ADAPTERS: dict[str, ModelAdapter] = {}
@@ -248,11 +248,31 @@ class ModelFolder:
         self, prompts: Sequence[str], *, max_tokens: int | None = None, negative: bool = False, blank: bool = False
     ) -> PromptStates:
         """Prompts to prompt states, see `ModelAdapter.encode_prompts`; the encoders are freed again."""
-        states = self.adapter.encode_prompts(
-            self.load, list(prompts), config=self.config, max_tokens=max_tokens, negative=negative, blank=blank
+        request = PromptRequest(
+            texts=list(prompts), config=self.config, max_tokens=max_tokens, negative=negative, blank=blank
         )
+        states = self.adapter.encode_prompts(self.load, request)
         gc.collect()
         return states
+
+    def denoise(
+        self,
+        transformer: Any,
+        prompts: PromptStates,
+        negative: PromptStates | None,
+        latents: Tensor,
+        *,
+        steps: int,
+        guidance: float,
+    ) -> Tensor:
+        """Samples latents (B, C, H, W) from noise with the pipeline that model_index.json names."""
+        pipeline_class = getattr(diffusers, self._index["_class_name"], self.adapter.pipeline)
+        pipeline = bare_pipeline(pipeline_class, transformer=transformer, scheduler=self.load("scheduler"))
+
+        def run(**inputs: Any) -> Tensor:
+            return pipeline(num_inference_steps=steps, guidance_scale=guidance, output_type="latent", **inputs).images
+
+        return self.adapter.sample(run, prompts, negative, latents, steps)
 
     def adapter_file(self) -> str | None:
         """Source file of the adapter: what it says of a block is part of the programs' cache key."""
@@ -304,6 +324,12 @@ def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     return vae.decode(latents / vae.config.scaling_factor + shift).sample.clamp(-1, 1)
 
 
+def tile_tokens(velocity: Tensor, patch_size: int) -> Tensor:
+    """(B, C, H, W) cut into tiles, channels last within a tile: (B, T, patch_size² C)."""
+    tiles = velocity.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
+    return tiles.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
 def spatial_factor(vae: Any, channels: int) -> int:
     """Pixels per latent along one side, measured: configurations name it differently.
 
@@ -349,11 +375,11 @@ class BlankEncoder:
         return (torch.zeros(*input_ids.shape, self._channels),)
 
 
-def bare_pipeline(adapter: ModelAdapter, **components: Any) -> Any:
-    """diffusers' pipeline of the family with only the given components, quiet."""
-    parameters = inspect.signature(adapter.pipeline.__init__).parameters.values()
+def bare_pipeline(pipeline_class: Any, **components: Any) -> Any:
+    """A diffusers pipeline with only the given components, quiet."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.name != "self"]
-    pipeline = adapter.pipeline(**(dict.fromkeys(needed) | components))
+    pipeline = pipeline_class(**(dict.fromkeys(needed) | components))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -372,7 +398,7 @@ def load_lora(adapter: ModelAdapter, transformer: Any, adapter_path: Path) -> No
         raise ValueError(
             f"{adapter_path}: {len(strays)} of {len(state)} keys match nothing in the model, e.g. {strays[:3]}."
         )
-    pipeline = bare_pipeline(adapter, transformer=transformer)
+    pipeline = bare_pipeline(adapter.pipeline, transformer=transformer)
     pipeline.load_lora_weights(adapter_path.parent, weight_name=adapter_path.name)
 
 

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from export import ops
-from export.block_programs import BlockFunction, PredictFunction
+from export.block_programs import BlockFunction, PredictFunction, Tensors
 from export.ops import FrozenLinears
 from host.models.base import (
     BlankEncoder,
     BlockRef,
     Geometry,
+    PromptRequest,
     PromptStates,
+    Sampler,
     bare_pipeline,
     register_model,
     require_short,
+    tile_tokens,
 )
 
 MAX_PROMPT_TOKENS = 300
@@ -47,26 +50,17 @@ class SanaAdapter:
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
         return Geometry(channels=config["in_channels"], patch_size=config["patch_size"], side=config["sample_size"])
 
-    def encode_prompts(
-        self,
-        load: Callable[[str], Any],
-        prompts: Sequence[str],
-        *,
-        config: Mapping[str, Any],
-        max_tokens: int | None,
-        negative: bool,
-        blank: bool,
-    ) -> PromptStates:
+    def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         tokenizer = load("tokenizer")
-        max_tokens = min(max_tokens or MAX_PROMPT_TOKENS, tokenizer.model_max_length)
-        require_short(tokenizer, prompts, max_tokens)
+        max_tokens = min(request.max_tokens or MAX_PROMPT_TOKENS, tokenizer.model_max_length)
+        require_short(tokenizer, request.texts, max_tokens)
         # The instruction SANA was trained with is written for Gemma; the pipeline leaves it out of negative prompts.
-        instruct = "gemma" in type(tokenizer).__name__.lower() and not negative
+        instruct = "gemma" in type(tokenizer).__name__.lower() and not request.negative
         call = inspect.signature(self.pipeline.__call__).parameters
-        encoder = BlankEncoder(config["caption_channels"]) if blank else load("text_encoder")
+        encoder = BlankEncoder(request.config["caption_channels"]) if request.blank else load("text_encoder")
         with torch.no_grad():
-            states, mask, _, _ = bare_pipeline(self, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
-                list(prompts),
+            states, mask, _, _ = bare_pipeline(self.pipeline, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
+                request.texts,
                 do_classifier_free_guidance=False,
                 device=torch.device("cpu"),
                 max_sequence_length=max_tokens,
@@ -101,12 +95,7 @@ class SanaAdapter:
         return hidden_BTD, conditioning
 
     def run_block(
-        self,
-        transformer: Any,
-        index: int,
-        hidden: Tensor,
-        conditioning: Mapping[str, Tensor],
-        grid: tuple[int, int],
+        self, transformer: Any, index: int, hidden: Tensor, conditioning: Tensors, grid: tuple[int, int]
     ) -> Tensor:
         return transformer.transformer_blocks[index](
             hidden,
@@ -121,7 +110,7 @@ class SanaAdapter:
         return [BlockRef("sana_block", f"transformer_blocks.{i}") for i in range(len(transformer.transformer_blocks))]
 
     def block_inputs(
-        self, transformer: Any, index: int, conditioning: Mapping[str, Tensor], layers: Sequence[str]
+        self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
     ) -> dict[str, Tensor]:
         return {name: conditioning[name] for name in ("context", "context_bias", "modulation")}
 
@@ -134,9 +123,7 @@ class SanaAdapter:
         heads, cross_heads = transformer.config.num_attention_heads, transformer.config.num_cross_attention_heads
         epsilon = transformer.config.norm_eps
 
-        def block(
-            hidden_TD: Tensor, conditioning: Mapping[str, Tensor], weights: Mapping[str, Tensor], linear: FrozenLinears
-        ) -> Tensor:
+        def block(hidden_TD: Tensor, conditioning: Tensors, weights: Tensors, linear: FrozenLinears) -> Tensor:
             modulation_6D = weights["scale_shift_table"] + conditioning["modulation"]
             shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = (modulation_6D[i : i + 1] for i in range(6))
 
@@ -178,7 +165,7 @@ class SanaAdapter:
         }
 
     def predict_function(self, transformer: Any) -> PredictFunction:
-        def predict(hidden_TD: Tensor, conditioning: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        def predict(hidden_TD: Tensor, conditioning: Tensors, weights: Tensors) -> Tensor:
             table_2D = weights["scale_shift_table"] + conditioning["embedded_timestep"]
             x_TD = ops.modulate(ops.layer_norm(hidden_TD, 1e-6), table_2D[0:1], table_2D[1:2])
             return FrozenLinears(weights, {}, 1.0)("proj_out", x_TD)
@@ -186,21 +173,10 @@ class SanaAdapter:
         return predict
 
     def target_tokens(self, transformer: Any, velocity: Tensor) -> Tensor:
-        p = transformer.config.patch_size
-        batch, channels, height, width = velocity.shape
-        tiles = velocity.reshape(batch, channels, height // p, p, width // p, p)
-        return tiles.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, p * p * channels)
+        return tile_tokens(velocity, transformer.config.patch_size)
 
-    def denoise(
-        self,
-        transformer: Any,
-        scheduler: Any,
-        prompts: PromptStates,
-        negative: PromptStates | None,
-        latents: Tensor,
-        *,
-        steps: int,
-        guidance: float,
+    def sample(
+        self, run: Sampler, prompts: PromptStates, negative: PromptStates | None, latents: Tensor, steps: int
     ) -> Tensor:
         length = max(part.states.shape[1] for part in (prompts, negative) if part)
         prompts = _padded(prompts, length)
@@ -208,23 +184,15 @@ class SanaAdapter:
             "prompt_embeds": prompts.states,
             "prompt_attention_mask": prompts.mask,
             "latents": latents,
-            "num_inference_steps": steps,
-            "guidance_scale": guidance,
-            "use_resolution_binning": False,
-            "output_type": "latent",
         }
         if negative is None:
-            pipeline: Any = diffusers.SanaSprintPipeline(None, None, None, transformer, scheduler)
-            pipeline.set_progress_bar_config(disable=True)
-            # The pipeline's own intermediate time is that of two steps.
-            return pipeline(**settings, **({} if steps == 2 else {"intermediate_timesteps": None})).images
-        negative = _padded(negative, length)
-        settings |= {
-            "negative_prompt": None,
-            "negative_prompt_embeds": negative.states,
-            "negative_prompt_attention_mask": negative.mask,
-        }
-        return bare_pipeline(self, transformer=transformer, scheduler=scheduler)(**settings).images
+            # SANA-Sprint; the pipeline's own intermediate time is that of two steps.
+            settings |= {} if steps == 2 else {"intermediate_timesteps": None}
+        else:
+            negative = _padded(negative, length)
+            settings |= {"negative_prompt": None, "negative_prompt_embeds": negative.states}
+            settings |= {"negative_prompt_attention_mask": negative.mask}
+        return run(use_resolution_binning=False, **settings)
 
 
 def _padded(prompts: PromptStates, length: int) -> PromptStates:

@@ -12,7 +12,7 @@ import pytest
 from host.cli import _parser
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "export", "train", "generate", "report", "demo")
+COMMANDS = ("doctor", "export", "train", "generate", "report", "convert", "demo")
 
 
 def pocketdit(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -71,6 +71,10 @@ def test_the_path_by_command_ends_with_json_and_without_library_noise(tmp_path, 
         "generate", run, "--prompt", 'a thing <on> "fire" 🔥', "--seeds", "0", "--set", "generate.steps=2", "--json"
     )
     assert last_json(done)["items"][0]["seed"] == 0
+    kohya, back, adapter = tmp_path / "kohya.safetensors", tmp_path / "peft.safetensors", run / "adapter.safetensors"
+    assert last_json(pocketdit("convert", adapter, "-o", kohya, "--to", "kohya", "--json"))["family"] == "sana"
+    last_json(pocketdit("convert", kohya, "-o", back, "--to", "peft", "--json"))
+    assert back.read_bytes() == adapter.read_bytes()
     report = Path(last_json(pocketdit("report", run, "--json"))["report"])
     text = report.read_text(encoding="utf-8")
     assert "a thing &lt;on&gt;" in text
@@ -118,6 +122,7 @@ def test_a_signal_stops_at_a_step_and_the_same_command_goes_on(tmp_path, bundle_
         (["train", "nowhere"], "nowhere is not a bundle"),
         (["generate", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere is not a run folder"),
+        (["convert", "nowhere", "-o", "x", "--to", "kohya"], "nowhere is not a file"),
         (
             ["train", "{bundle}", "--set", "train.learning_rate=fast"],
             "train.learning_rate: got 'fast', expected a number",

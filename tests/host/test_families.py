@@ -1,6 +1,8 @@
 """Every family against PEFT and diffusers: tiny random models saved with all their components, loaded offline."""
 
+import inspect
 import json
+import shutil
 from pathlib import Path
 
 import diffusers
@@ -11,17 +13,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from export.lower import MAX_PROGRAM_BYTES
 from host import residuals
 from host.config import GenerateConfig
 from host.exporter import Exporter
 from host.generate import generate
-from host.models import ModelFolder
+from host.models.base import bare_pipeline
 from runtime.bundle import Bundle
 from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.sample_store import SampleStore
 from runtime.trainer import ADAPTER, train
-from tests.tiny_models import SANA_15, SANA_SPRINT, export_config, save_flux, save_sana_with_gemma
+from tests.tiny_models import SANA_15, SANA_SPRINT, export_config, save_flux, save_sana_with_gemma, save_sd3
 
 GUIDANCE = 2.5
 SETTINGS = TrainingSpec(
@@ -32,6 +35,7 @@ SAVE = {
     "sana-sprint": lambda folder: save_sana_with_gemma(folder, SANA_SPRINT),
     "flux-dev": save_flux,
     "flux-schnell": lambda folder: save_flux(folder, guidance_embeds=False),
+    "sd3.5": save_sd3,
 }
 # Attention everywhere, feed-forward layers, and in one block of each kind of FLUX the layers that make modulations.
 TARGETS = {
@@ -39,6 +43,7 @@ TARGETS = {
     "flux": r".*attn\.(to_q|to_k|to_v|to_out\.0|add_k_proj|to_add_out)|.*(ff|ff_context)\.net\.(0\.proj|2)|.*proj_mlp"
     r"|single_transformer_blocks\.\d+\.proj_out|transformer_blocks\.1\.norm1\.linear"
     r"|single_transformer_blocks\.2\.norm\.linear",
+    "sd3.5": r".*attn\.(to_q|to_k|to_v|to_out\.0|add_v_proj)|.*ff\.net\.2|transformer_blocks\.1\.norm1_context\.linear",
 }
 
 
@@ -49,6 +54,7 @@ TARGETS = {
         "flux-dev",
         pytest.param("sana-sprint", marks=pytest.mark.long),
         pytest.param("flux-schnell", marks=pytest.mark.long),
+        pytest.param("sd3.5", marks=pytest.mark.long),
     ],
 )
 def family(request) -> str:
@@ -96,6 +102,8 @@ def prediction(transformer, noisy, identity, prompts) -> torch.Tensor:
         ).sample
         return pipeline._unpack_latents(tokens, height * 8, width * 8, 8)
     arguments = {"timestep": sigma * 1000}
+    if isinstance(transformer, diffusers.SD3Transformer2DModel):
+        return transformer(noisy, prompts.states, prompts.pooled, **arguments).sample
     if transformer.config.guidance_embeds:
         scale = transformer.config.guidance_embeds_scale
         arguments = {"timestep": sigma, "guidance": torch.tensor([GUIDANCE * scale])}
@@ -165,27 +173,23 @@ def test_five_steps_equal_peft_lora_on_the_whole_model(exported, run_dir):
         assert (got - parameter.detach()).norm() < 1e-3 * moved, name
 
 
-def test_programs_equal_diffusers_blocks_and_the_stored_target_is_reached(exported):
+KINDS = {
+    "sana": {"sana_block"},
+    "flux": {"flux_double", "flux_double_2", "flux_single", "flux_single_2"},
+    "sd3": {"sd3_joint", "sd3_joint_2", "sd3_last"},
+}
+
+
+def test_blocks_of_one_kind_share_a_program_and_the_file_stays_small(exported):
     bundle = Bundle(exported.bundle_dir)
-    kinds = {block.kind for block in bundle.manifest.blocks}
-    assert kinds == (
-        {"flux_double", "flux_double_2", "flux_single", "flux_single_2"}
-        if exported.model.adapter.family == "flux"
-        else {"sana_block"}
-    )
-    assert bundle.path("programs.pte").stat().st_size < 1_000_000
+    assert {block.kind for block in bundle.manifest.blocks} == KINDS[exported.model.adapter.family]
+    assert len(bundle.manifest.blocks) == len(exported.blocks)
+    assert bundle.path("programs.pte").stat().st_size < MAX_PROGRAM_BYTES
 
 
 def test_the_adapter_loads_in_the_familys_pipeline_and_changes_its_picture(exported, run_dir):
     transformer = exported.model.load("transformer")
-    pipeline = exported.model.adapter.pipeline(
-        **{
-            name: None
-            for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "vae", "scheduler")
-            if name in exported.model.adapter.pipeline.__init__.__annotations__
-        },
-        transformer=transformer,
-    )
+    pipeline = bare_pipeline(exported.model.adapter.pipeline, transformer=transformer)
     pipeline.load_lora_weights(run_dir, weight_name=ADAPTER)
     loaded = {n.replace(".default_0", "") for n, _ in transformer.named_parameters() if "lora_" in n}
     assert {f"transformer.{name}" for name in loaded} == load_file(run_dir / ADAPTER).keys()
@@ -201,13 +205,13 @@ def test_one_residual_reaches_the_image_tokens_only(exported, photos_dir, tmp_pa
     config = export_config(exported.model.dir, cut=(1, 1), image_side=128, patch_side=64, guidance=GUIDANCE)
     exporter = Exporter(config, photos_dir, tmp_path / "bundle")
     out = exporter._example
-    extra = 64 if exporter.model.adapter.family == "flux" else 0
+    extra = {"sana": 0, "flux": 64, "sd3": 64 + 77}[exported.model.adapter.family]
     assert out.tail_residual.shape[1] == out.target.shape[1] == 16
     assert out.hidden.shape[1] == 16 + extra
 
 
 def test_a_prompt_longer_than_the_encoder_takes_is_refused_before_long_work(exported, photos_dir, tmp_path):
-    config = export_config(exported.model.dir, prompt="x" * 400, image_side=128, patch_side=64)
+    config = export_config(exported.model.dir, prompt="x" * 400, cut=(0, 1), image_side=128, patch_side=64)
     with pytest.raises(ValueError, match=r"has 40\d tokens, the model takes (300|64)\. Shorten"):
         Exporter(config, photos_dir, tmp_path / "bundle").plan()
     assert list(tmp_path.iterdir()) == []
@@ -215,15 +219,14 @@ def test_a_prompt_longer_than_the_encoder_takes_is_refused_before_long_work(expo
 
 def test_trimmed_prompts_give_the_prediction_of_untrimmed_ones(exported):
     if exported.model.adapter.family != "sana":
-        # FLUX does not mask T5's padding, so nothing is trimmed.
-        assert exported.model.encode_prompts(["x"]).states.shape[1] == 64
+        # Nothing is masked there, so nothing may be trimmed.
+        short, long = (exported.model.encode_prompts([text]).states.shape[1] for text in ("x", "a longer prompt"))
+        assert short == long
         return
     prompts = exported.model.encode_prompts(["a dog", "a much longer prompt"])
     assert prompts.states.shape[1] < 300
     folder = exported.model
     pipeline = diffusers.SanaPipeline(folder.load("tokenizer"), folder.load("text_encoder"), None, None, None)
-    import inspect
-
     instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
     states, mask, _, _ = pipeline.encode_prompt(
         ["a dog"], do_classifier_free_guidance=False, device="cpu", complex_human_instruction=instruction
@@ -255,16 +258,13 @@ def test_guidance_changes_what_a_distilled_model_is_told(family, exported):
         for guidance in (1.0, 4.0)
     ]
     name = exported.model.adapter.predict_inputs[0]
-    assert torch.equal(stored[0][name], stored[1][name]) == (family in ("sana-1.5", "flux-schnell"))
+    assert torch.equal(stored[0][name], stored[1][name]) == (family in ("sana-1.5", "flux-schnell", "sd3.5"))
 
 
 def test_a_vae_of_another_model_is_refused(exported, photos_dir, tmp_path):
-    import shutil
-
     shutil.copytree(exported.model.dir, tmp_path / "model")
     path = tmp_path / "model" / "transformer" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"in_channels": config["in_channels"] * 2}))
     with pytest.raises(ValueError, match=r"latents of 16 channels, the transformer takes 32"):
         Exporter(export_config(tmp_path / "model"), photos_dir, tmp_path / "bundle")
-    assert ModelFolder(str(exported.model.dir)).geometry.channels == 16
