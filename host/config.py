@@ -19,6 +19,10 @@ class ExportConfig:
 
     model: str = "tiny-base"
     """A folder in diffusers' layout, a hub id, or `tiny-base` for the embedded model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    variant: str | None = None
+    """Variant of the weight files, e.g. `fp16`, as for diffusers."""
     prompt: str | None = None
     """Instance prompt for photos without a caption of their own."""
     cut: tuple[int, int] | None = None

@@ -21,7 +21,7 @@ from PIL import Image
 from export import block_programs, lower, ops, weights
 from export.bundle import assemble_bundle, require_replaceable
 from export.parity import Parity, check_parity
-from host import patches, residuals
+from host import frozen_base, patches, residuals
 from host.cache import cached_stage, is_whole, new_stage, stage_folder, stage_key
 from host.config import Config, ExportConfig
 from host.models import ModelFolder
@@ -69,7 +69,7 @@ class Exporter:
         self.config, self.bundle_dir = config, bundle_dir
         settings = config.export
         require_replaceable(bundle_dir)
-        self.model = ModelFolder(settings.model)
+        self.model = ModelFolder(settings.model, settings.revision, settings.variant)
         self.skeleton: Any = self.model.skeleton()
         self.blocks = self.model.adapter.blocks(self.skeleton)
         self.cut = settings.cut or (len(self.blocks) // 4, len(self.blocks) // 4)
@@ -89,11 +89,6 @@ class Exporter:
         self.middle = range(self.cut[0], len(self.blocks) - self.cut[1])
         self.layers = self._lora_layers()
         self.kinds = self._program_kinds()
-
-    @cached_property
-    def transformer(self) -> Any:
-        """The base with its weights, loaded when a stage needs them."""
-        return self.model.load("transformer")
 
     def _resolve_sides(self) -> None:
         settings = self.config.export
@@ -153,7 +148,7 @@ class Exporter:
         out = self._example
         sample_bytes = self.config.export.samples * sum(
             math.prod(value.shape[1:]) * residuals.stored_dtype(name, self.config.export.sample_dtype).itemsize
-            for name, value in residuals.sample_tensors(self.model, out).items()
+            for name, value in frozen_base.sample_tensors(self.model, out).items()
             if name not in self.model.adapter.prompt_inputs
         )
         weight_bytes = sum(4 * value.numel() for i in self.middle for value in self._block_weights(i).values())
@@ -232,7 +227,7 @@ class Exporter:
         settings: dict[str, Any] = encode(self.config.export)
         for irrelevant in ("model", "batch_size", "backend", "on_bad_photo", "lora_rank", "lora_alpha", "lora_targets"):
             del settings[irrelevant]
-        tensors = residuals.sample_tensors(self.model, self._example)
+        tensors = frozen_base.sample_tensors(self.model, self._example)
         return settings | {
             "tensors": {name: list(value.shape[1:]) for name, value in tensors.items()},
             "schema": SAMPLES_SCHEMA,
@@ -269,7 +264,6 @@ class Exporter:
         shard = f"samples-{state.process_index:05d}-of-{state.num_processes:05d}.safetensors"
         errors = residuals.make_samples(
             self.model,
-            self.transformer,
             plan,
             latents,
             rows,
@@ -314,17 +308,19 @@ class Exporter:
     def _make_weights(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(self.config.export.seed)
         init: dict[str, torch.Tensor] = {}
+        transformer = self.model.hollow()
         for index in self.middle:
-            block = self.model.adapter.block_weights(self.transformer, index, self.layers[index])
-            weights.save_weights(folder / weights.block_file(index), block)
+            with self.model.block(transformer, index):
+                block = self.model.adapter.block_weights(transformer, index, self.layers[index])
+                weights.save_weights(folder / weights.block_file(index), block)
             lora = weights.initial_lora(block, self.layers[index], self.config.export.lora_rank, generator)
             init |= {f"{self.blocks[index].module}.{name}.weight": value for name, value in lora.items()}
-        weights.save_weights(folder / weights.LOSS_FILE, self.model.adapter.predict_weights(self.transformer))
+        weights.save_weights(folder / weights.LOSS_FILE, self.model.adapter.predict_weights(transformer))
         weights.save_weights(folder / weights.LORA_FILE, init)
 
     def _programs_key(self) -> dict[str, Any]:
         settings, example = self.config.export, self._example
-        tensors = residuals.sample_tensors(self.model, example)
+        tensors = frozen_base.sample_tensors(self.model, example)
         return {
             "schema": manifest.SCHEMA,
             "family": self.model.adapter.family,
@@ -345,7 +341,7 @@ class Exporter:
 
     def _make_programs(self, folder: Path) -> None:
         settings, adapter, example = self.config.export, self.model.adapter, self._example
-        grid = residuals.token_grid(self.model, (self.patch_side // self.factor,) * 2)
+        grid = frozen_base.token_grid(self.model, (self.patch_side // self.factor,) * 2)
         methods: dict[str, block_programs.Method] = {}
         for index in self.middle:
             if f"{self.kinds[index]}_forward" in methods:
@@ -377,7 +373,7 @@ class Exporter:
         return self.model.adapter.block_weights(self.skeleton, index, self.layers[index])
 
     @cached_property
-    def _example(self) -> residuals.BaseOutputs:
+    def _example(self) -> frozen_base.BaseOutputs:
         """A sample through the model on the meta device: gives every shape, computes nothing."""
         side = self.patch_side // self.factor
         meta = torch.device("meta")
@@ -385,16 +381,11 @@ class Exporter:
             sorted({photo.caption for photo in self.photos}), max_tokens=self.config.export.prompt_tokens, blank=True
         )
         latents = torch.empty(1, self.model.geometry.channels, side, side, device=meta)
-        return residuals.base_outputs(
-            self.model,
-            self.skeleton,
-            latents,
-            latents,
-            torch.empty(1, device=meta),
-            prompts[[0]].to(meta),
-            self.layers,
-            self.config.export.guidance,
+        patches = frozen_base.Patches(
+            latents=latents, noise=latents, sigmas=torch.empty(1, device=meta), prompts=prompts[[0]].to(meta)
         )
+        guidance = self.config.export.guidance
+        return frozen_base.base_outputs(self.model, self.skeleton, [patches], self.layers, guidance)[0]
 
     def _own_inputs(self, index: int) -> list[str]:
         """Program inputs of a block that no other block shares."""
@@ -410,7 +401,12 @@ class Exporter:
             schema=manifest.SCHEMA,
             created_by=f"pocketdit {__version__}",
             base=manifest.BaseSpec(
-                family=self.model.adapter.family, model=self.model.name, sha256=base_hash, num_blocks=len(self.blocks)
+                family=self.model.adapter.family,
+                model=self.model.name,
+                revision=settings.revision,
+                variant=settings.variant,
+                sha256=base_hash,
+                num_blocks=len(self.blocks),
             ),
             cut=manifest.CutSpec(head=self.cut[0], tail=self.cut[1]),
             blocks=tuple(
@@ -419,7 +415,7 @@ class Exporter:
                     kind=self.kinds[i],
                     module=self.blocks[i].module,
                     file=weights.block_file(i),
-                    inputs={name: residuals.per_block_name(i, name) for name in self._own_inputs(i)},
+                    inputs={name: frozen_base.per_block_name(i, name) for name in self._own_inputs(i)},
                 )
                 for i in self.middle
             ),

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from host.config import GenerateConfig
 from host.evaluate import subject_similarity
 from host.models import ModelFolder
-from host.models.base import decode_latents, load_lora, spatial_factor
+from host.models.base import decode_latents, spatial_factor
+from host.models.folder import load_lora
 from host.residuals import noise_of
 from runtime import atomic
 from runtime.errors import BundleError
@@ -91,7 +92,7 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
         raise ValueError(f"{run_dir} has no adapter yet (status {run['status']!r}). Resume it with `pocketdit train`.")
     bundle_dir = Path(run["bundle"])
     bundle = read_manifest(bundle_dir)
-    model = ModelFolder(bundle.base.model)
+    model = ModelFolder(bundle.base.model, bundle.base.revision, bundle.base.variant)
     if model.sha256() != bundle.base.sha256:
         raise BundleError(
             f"{bundle.base.model} is not the model this bundle was cut from: its hash differs. Export again."

@@ -5,11 +5,11 @@ block input; the tail is stored as its residual. Under `accelerate launch` each 
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +18,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from host import patches, schedule
+from host.frozen_base import Patches, base_outputs, sample_tensors
 from host.models import ModelFolder, PromptStates
 from host.models.base import encode_images
 from host.photos import Photo
 from runtime.sample_store import SampleIdentity, SampleStoreWriter
 
+T = TypeVar("T")
+WAVE_BYTES = 4 * 1024**3
+"""Memory the states of samples may take while the base's blocks go by."""
 STORED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
 
 
@@ -128,7 +132,7 @@ def encode_patches(
     vae = model.load("vae").to(state.device)
     prepared = [patches.prepare(photo.image, side_max) for photo in photos]
     latents = []
-    for chunk in _progress(_batches(rows, batch), len(rows), batch, "latents"):
+    for chunk in _progress(_batches(rows, batch), "latents"):
         cuts = []
         for row in chunk:
             left, top, side, flipped = plan.identities[row].crop
@@ -140,103 +144,8 @@ def encode_patches(
     return torch.cat(latents)
 
 
-@dataclass(frozen=True, slots=True)
-class BaseOutputs:
-    """What the frozen base makes of a batch of samples.
-
-    Attributes:
-        hidden: (B, S, D) input of the first middle block.
-        tail_residual: (B, T, D) output minus input of the tail, on the image tokens: no other reaches the prediction.
-        target: (B, T, P) velocity in token layout.
-        block_inputs: What each middle block takes by its number in the base, each (B, ...).
-        predict_inputs: What the predict function takes, each (B, ...).
-        loss: (B,) mean squared error of the base's own prediction.
-    """
-
-    hidden: Tensor
-    tail_residual: Tensor
-    target: Tensor
-    block_inputs: dict[int, dict[str, Tensor]]
-    predict_inputs: dict[str, Tensor]
-    loss: Tensor
-
-
-@torch.no_grad()
-def base_outputs(
-    model: ModelFolder,
-    transformer: Any,
-    latents: Tensor,
-    noise: Tensor,
-    sigmas: Tensor,
-    prompts: PromptStates,
-    layers: Mapping[int, Sequence[str]],
-    guidance: float,
-) -> BaseOutputs:
-    """Runs the frozen base on noisy latents, keeping what the cut needs.
-
-    Args:
-        model: Gives the adapter.
-        transformer: The base.
-        latents: (B, C, h, w) clean.
-        noise: (B, C, h, w).
-        sigmas: (B,) in (0, 1).
-        prompts: B prompts.
-        layers: Of each middle block, the layers that get LoRA.
-        guidance: Of guidance-distilled models.
-    """
-    adapter = model.adapter
-    grid = token_grid(model, (latents.shape[2], latents.shape[3]))
-    num_image = grid[0] * grid[1]
-    noisy = schedule.add_noise(latents, noise, sigmas)
-    target = adapter.target_tokens(transformer, schedule.velocity(latents, noise))
-    hidden, conditioning = adapter.embed(transformer, noisy, schedule.timestep(sigmas), prompts, guidance)
-    first, last = min(layers), max(layers)
-    at_head = at_tail = hidden
-    for index in range(len(adapter.blocks(transformer))):
-        if index == first:
-            at_head = hidden
-        hidden = adapter.run_block(transformer, index, hidden, conditioning, grid)
-        if index == last:
-            at_tail = hidden
-    image = hidden[:, -num_image:]
-    predict_inputs = {name: conditioning[name] for name in adapter.predict_inputs}
-    predict, weights = adapter.predict_function(transformer), adapter.predict_weights(transformer)
-    predictions = torch.stack(
-        [predict(image[i], {n: v[i] for n, v in predict_inputs.items()}, weights) for i in range(len(image))]
-    )
-    return BaseOutputs(
-        hidden=at_head,
-        tail_residual=image - at_tail[:, -num_image:],
-        target=target,
-        block_inputs={i: adapter.block_inputs(transformer, i, conditioning, layers[i]) for i in layers},
-        predict_inputs=predict_inputs,
-        loss=(predictions - target).pow(2).flatten(1).mean(1),
-    )
-
-
-def per_block_name(index: int, name: str) -> str:
-    """Name in the sample store of a program input that differs from block to block."""
-    return f"block.{index}.{name}"
-
-
-def sample_tensors(model: ModelFolder, out: BaseOutputs) -> dict[str, Tensor]:
-    """Everything a training step takes of samples, by its name in the sample store, each (B, ...)."""
-    per_block = model.adapter.per_block_inputs
-    tensors = {"hidden": out.hidden, "tail_residual": out.tail_residual, "target": out.target} | out.predict_inputs
-    for index, inputs in out.block_inputs.items():
-        tensors |= {per_block_name(index, n) if n in per_block else n: value for n, value in inputs.items()}
-    return tensors
-
-
-def token_grid(model: ModelFolder, latent_size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of tokens for latents of (h, w)."""
-    patch = model.geometry.patch_size
-    return latent_size[0] // patch, latent_size[1] // patch
-
-
 def make_samples(
     model: ModelFolder,
-    transformer: Any,
     plan: SamplePlan,
     latents: Tensor,
     rows: Sequence[int],
@@ -252,7 +161,6 @@ def make_samples(
 
     Args:
         model: The base's folder.
-        transformer: The base, loaded.
         plan: All samples.
         latents: (len(rows), C, h, w).
         rows: Samples of this process.
@@ -267,42 +175,67 @@ def make_samples(
         Relative L2 error of storing, per tensor.
     """
     device = processes().device
-    transformer = transformer.to(device)
+    transformer = model.hollow(device)
+    prompts = prompts.to(device)
     with ExitStack() as stack:
         writer: SampleStoreWriter | None = None
-        for chunk in _progress(_batches(range(len(rows)), batch), len(rows), batch, "residuals"):
-            samples = [rows[i] for i in chunk]
-            identities = [plan.identities[row] for row in samples]
-            noise = torch.stack([noise_of(identity.seed, tuple(latents.shape[1:])) for identity in identities])
-            states = prompts[[plan.prompt_index[row] for row in samples]]
-            out = base_outputs(
+        start = 0
+        while start < len(rows):
+            # All samples of a wave wait in memory while the blocks go by; one wave unless there are very many.
+            wave = range(start, min(start + _wave_size(model, transformer, latents, prompts, guidance), len(rows)))
+            chunks = list(_batches(wave, batch))
+            batches = [
+                _patches(plan, [rows[i] for i in chunk], latents[list(chunk)].to(device), prompts) for chunk in chunks
+            ]
+            outputs = base_outputs(
                 model,
                 transformer,
-                latents[list(chunk)].to(device),
-                noise.to(device),
-                torch.tensor([identity.sigma for identity in identities], dtype=torch.float32, device=device),
-                states.to(device),
+                batches,
                 layers,
                 guidance,
+                load_block=lambda index: model.block(transformer, index, device),
+                progress=lambda blocks: _progress(blocks, "residuals"),
             )
-            tensors = sample_tensors(model, out)
-            for name in model.adapter.prompt_inputs:
-                del tensors[name]
-            if writer is None:
-                # The shapes are known once the first batch has run.
-                writer = stack.enter_context(
-                    SampleStoreWriter(
-                        shard_path,
-                        [plan.identities[row] for row in rows],
-                        [plan.prompt_index[row] for row in rows],
-                        {n: (stored_dtype(n, dtype), tuple(v.shape[1:])) for n, v in tensors.items()},
-                        _prompt_conditioning(model, transformer, latents[:1].to(device), prompts, guidance),
+            for chunk, out in zip(chunks, outputs, strict=True):
+                tensors = sample_tensors(model, out)
+                for name in model.adapter.prompt_inputs:
+                    del tensors[name]
+                if writer is None:
+                    # The shapes are known once the first wave has run.
+                    writer = stack.enter_context(
+                        SampleStoreWriter(
+                            shard_path,
+                            [plan.identities[row] for row in rows],
+                            [plan.prompt_index[row] for row in rows],
+                            {n: (stored_dtype(n, dtype), tuple(v.shape[1:])) for n, v in tensors.items()},
+                            _prompt_conditioning(model, transformer, latents[:1].to(device), prompts, guidance),
+                        )
                     )
-                )
-            for i, identity in enumerate(identities):
-                writer.write(identity.index, {n: v[i] for n, v in tensors.items()}, float(out.loss[i]))
+                for i, number in enumerate(chunk):
+                    writer.write(rows[number], {n: v[i] for n, v in tensors.items()}, float(out.loss[i]))
+            start = wave.stop
     assert writer is not None, "a process without samples"
     return writer.relative_errors()
+
+
+def _patches(plan: SamplePlan, samples: Sequence[int], latents: Tensor, prompts: PromptStates) -> Patches:
+    identities = [plan.identities[row] for row in samples]
+    noise = torch.stack([noise_of(identity.seed, tuple(latents.shape[1:])) for identity in identities])
+    return Patches(
+        latents=latents,
+        noise=noise.to(latents.device),
+        sigmas=torch.tensor([i.sigma for i in identities], dtype=torch.float32, device=latents.device),
+        prompts=prompts[[plan.prompt_index[row] for row in samples]],
+    )
+
+
+@torch.no_grad()
+def _wave_size(model: ModelFolder, transformer: Any, latents: Tensor, prompts: PromptStates, guidance: float) -> int:
+    """Samples whose states fit WAVE_BYTES: the state three times, and what the middle blocks take."""
+    time = torch.zeros(1, device=prompts.states.device)
+    hidden, conditioning = model.adapter.embed(transformer, latents[:1].to(time.device), time, prompts[[0]], guidance)
+    size = 3 * hidden.nbytes + sum(value.nbytes for value in conditioning.values())
+    return max(1, WAVE_BYTES // size)
 
 
 def stored_dtype(name: str, dtype: str) -> torch.dtype:
@@ -333,6 +266,5 @@ def _batches(rows: Sequence[int], batch: int) -> Iterator[Sequence[int]]:
         yield rows[start : start + batch]
 
 
-def _progress(batches: Iterator[Sequence[int]], count: int, batch: int, label: str) -> Iterator[Sequence[int]]:
-    total = -(-count // batch)
-    return iter(tqdm(batches, total=total, desc=label, disable=not processes().is_main_process, leave=False))
+def _progress(items: Iterable[T], label: str) -> Iterator[T]:
+    return iter(tqdm(list(items), desc=label, disable=not processes().is_main_process, leave=False))

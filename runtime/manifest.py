@@ -70,6 +70,8 @@ class BaseSpec:
 
     family: str
     model: str
+    revision: str | None = None
+    variant: str | None = None
     sha256: str
     """Hash over the configuration and weights of the transformer."""
     num_blocks: int

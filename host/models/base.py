@@ -1,30 +1,14 @@
-"""What a model family must say about itself, and where its components come from.
+"""What a model family must say about itself, and what the families' adapters share."""
 
-A model is a folder in diffusers' layout (`model_index.json`, one subfolder a component) or a hub id. Components are
-loaded one at a time and freed by the caller.
-"""
-
-import gc
-import hashlib
-import importlib
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-import diffusers
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.block_programs import BlockFunction, PredictFunction, Tensors
-from runtime.bundle import sha256_file
-
-EMBEDDED = "tiny-base"
-EMBEDDED_DIR = Path(__file__).parents[1] / "tiny_base"
-# Libraries a model_index.json may name; anything else would import code that came with a model.
-COMPONENT_LIBRARIES = ("diffusers", "transformers", "host.tiny_base")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,113 +183,15 @@ def register_model(transformer_class: str, adapter: ModelAdapter) -> None:
     _ADAPTERS[transformer_class] = adapter
 
 
-class ModelFolder:
-    """A model's folder: its adapter, its components on demand.
+def adapter_of(transformer_class: str | None, model: str) -> ModelAdapter:
+    """The adapter of a diffusers class.
 
-    Attributes:
-        name: As the user gave it.
-        dir: The folder.
-        adapter: The family's adapter.
-        config: The transformer's configuration.
+    Raises:
+        ValueError: There is none; lists the classes there are.
     """
-
-    def __init__(self, model: str) -> None:
-        """Finds the model.
-
-        Args:
-            model: A folder, a hub id, or `tiny-base` for the embedded model.
-
-        Raises:
-            ValueError: There is no such model, it is not in diffusers' layout, or its family has no adapter.
-        """
-        self.name = model
-        self.dir = EMBEDDED_DIR if model == EMBEDDED else _local_dir(model)
-        try:
-            self._index = json.loads((self.dir / "model_index.json").read_text(encoding="utf-8"))
-            self.config = json.loads((self.dir / "transformer" / "config.json").read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{self.dir} is not a diffusion transformer in diffusers' layout: {error.filename} is missing. Give a folder "
-                f"with model_index.json and transformer/, a hub id, or {EMBEDDED!r}."
-            ) from None
-        name = self.config.get("_class_name")
-        if name not in _ADAPTERS:
-            raise ValueError(f"{model}: no adapter for {name!r}; supported: {', '.join(sorted(_ADAPTERS))}.")
-        self.adapter = _ADAPTERS[name]
-
-    @property
-    def geometry(self) -> Geometry:
-        """Shape of latents and tokens."""
-        return self.adapter.geometry(self.config)
-
-    def skeleton(self) -> Any:
-        """The transformer on the meta device: modules and shapes from the configuration alone, no weights."""
-        with torch.device("meta"):
-            transformer = getattr(diffusers, self.config["_class_name"]).from_config(self.config)
-        return transformer.eval().requires_grad_(False)
-
-    def encode_prompts(
-        self, prompts: Sequence[str], *, max_tokens: int | None = None, negative: bool = False, blank: bool = False
-    ) -> PromptStates:
-        """Prompts to prompt states, see `ModelAdapter.encode_prompts`; the encoders are freed again."""
-        request = PromptRequest(
-            texts=list(prompts), config=self.config, max_tokens=max_tokens, negative=negative, blank=blank
-        )
-        states = self.adapter.encode_prompts(self.load, request)
-        gc.collect()
-        return states
-
-    def denoise(
-        self,
-        transformer: Any,
-        prompts: PromptStates,
-        negative: PromptStates | None,
-        latents: Tensor,
-        *,
-        steps: int,
-        guidance: float,
-    ) -> Tensor:
-        """Samples latents (B, C, H, W) from noise with the pipeline that model_index.json names."""
-        pipeline_class = getattr(diffusers, self._index["_class_name"], self.adapter.pipeline)
-        pipeline = bare_pipeline(pipeline_class, transformer=transformer, scheduler=self.load("scheduler"))
-
-        def run(**inputs: Any) -> Tensor:
-            return pipeline(num_inference_steps=steps, guidance_scale=guidance, output_type="latent", **inputs).images
-
-        return self.adapter.sample(run, prompts, negative, latents, steps)
-
-    def adapter_file(self) -> str | None:
-        """Source file of the adapter: what it says of a block is part of the programs' cache key."""
-        return inspect.getsourcefile(type(self.adapter))
-
-    def load(self, component: str) -> Any:
-        """Loads one component (`transformer`, `vae`, `text_encoder`, `tokenizer`, `scheduler`), ready for inference.
-
-        Raises:
-            ValueError: model_index.json does not name it, or names code outside diffusers, transformers and PocketDiT.
-        """
-        entry = self._index.get(component)
-        if not entry:
-            raise ValueError(f"{self.dir}/model_index.json names no {component!r}.")
-        library, class_name = entry
-        if not any(library == allowed or library.startswith(f"{allowed}.") for allowed in COMPONENT_LIBRARIES):
-            raise ValueError(
-                f"{self.dir}: {component} wants code from {library!r}; only {COMPONENT_LIBRARIES} are imported."
-            )
-        loaded = getattr(importlib.import_module(library), class_name).from_pretrained(self.dir, subfolder=component)
-        if isinstance(loaded, nn.Module):
-            if any(parameter.dtype != torch.float32 for parameter in loaded.parameters()):
-                loaded = loaded.to(torch.float32)
-            loaded.eval().requires_grad_(False)
-        return loaded
-
-    def sha256(self, component: str = "transformer") -> str:
-        """Hash over a component's configuration and weights."""
-        digest = hashlib.sha256(json.dumps(self._index.get(component)).encode())
-        for path in sorted((self.dir / component).glob("*")):
-            if path.is_file():
-                digest.update(f"{path.name} {sha256_file(path)}\n".encode())
-        return digest.hexdigest()
+    if transformer_class not in _ADAPTERS:
+        raise ValueError(f"{model}: no adapter for {transformer_class!r}; supported: {', '.join(sorted(_ADAPTERS))}.")
+    return _ADAPTERS[transformer_class]
 
 
 def encode_images(vae: Any, pixels: Tensor) -> Tensor:
@@ -382,36 +268,3 @@ def bare_pipeline(pipeline_class: Any, **components: Any) -> Any:
     pipeline = pipeline_class(**(dict.fromkeys(needed) | components))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def load_lora(adapter: ModelAdapter, transformer: Any, adapter_path: Path) -> None:
-    """Loads an adapter with diffusers' loader of the family.
-
-    Raises:
-        ValueError: Keys of the file match nothing in the transformer.
-    """
-    state = adapter.pipeline.lora_state_dict(adapter_path)
-    prefix = f"{adapter.lora_prefix}."
-    modules = dict(transformer.named_modules())
-    strays = [k for k in state if not k.startswith(prefix) or k[len(prefix) :].split(".lora_")[0] not in modules]
-    if strays or not state:
-        raise ValueError(
-            f"{adapter_path}: {len(strays)} of {len(state)} keys match nothing in the model, e.g. {strays[:3]}."
-        )
-    pipeline = bare_pipeline(adapter.pipeline, transformer=transformer)
-    pipeline.load_lora_weights(adapter_path.parent, weight_name=adapter_path.name)
-
-
-def _local_dir(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ValueError(f"Model {model!r} is neither a folder here nor a hub id (owner/name) nor {EMBEDDED!r}.")
-    download: Callable[..., str] = importlib.import_module("huggingface_hub").snapshot_download
-    try:
-        return Path(download(model, allow_patterns=["*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"]))
-    except Exception as error:
-        raise ValueError(
-            f"Model {model!r} is not a folder here and the hub did not give it ({type(error).__name__}: {error}). "
-            f"Check the id, log in if it is gated, or give a local folder."
-        ) from error

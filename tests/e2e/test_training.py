@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from export.parity import check_parity
 from host import residuals
+from host.frozen_base import Patches, base_outputs, sample_tensors, token_grid
 from host.models import PromptStates
-from host.models.base import load_lora
+from host.models.folder import load_lora
 from runtime.adapter import LoraParameters
 from runtime.bundle import Bundle, sha256_file
 from runtime.errors import BudgetExceededError, BundleError, CheckpointError, NonFiniteLossError
@@ -89,18 +90,18 @@ def test_first_loss_equals_the_eager_full_models_on_the_same_samples(exporter, b
 def test_stored_residuals_equal_recomputed_ones(exporter, bundle_dir):
     bundle = Bundle(bundle_dir)
     store = SampleStore([bundle.path(shard) for shard in bundle.manifest.samples.shards])
+    transformer = exporter.model.load("transformer")
     for index in (0, 5, 11):
         sample = store.read(index)
         noisy, velocity, prompts = rebuild_inputs(exporter, sample.identity)
         noise = residuals.noise_of(sample.identity.seed, tuple(noisy.shape[1:]))[None]
         sigma = torch.tensor([sample.identity.sigma], dtype=torch.float32)
-        out = residuals.base_outputs(
-            exporter.model, exporter.transformer, noise - velocity, noise, sigma, prompts, exporter.layers, 3.5
-        )
+        patches = Patches(latents=noise - velocity, noise=noise, sigmas=sigma, prompts=prompts)
+        (out,) = base_outputs(exporter.model, transformer, [patches], exporter.layers, 3.5)
         torch.testing.assert_close(sample.tensors["hidden"], out.hidden[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sample.tensors["tail_residual"], out.tail_residual[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sample.tensors["target"], out.target[0], rtol=1e-5, atol=1e-5)
-        stored = residuals.sample_tensors(exporter.model, out)
+        stored = sample_tensors(exporter.model, out)
         assert stored.keys() == sample.tensors.keys()
         for name, value in stored.items():
             torch.testing.assert_close(sample.tensors[name], value[0], rtol=1e-5, atol=1e-5)
@@ -146,7 +147,7 @@ def test_the_adapter_gives_diffusers_the_runtimes_prediction(exporter, bundle_di
         conditioning = {name: value[None] for name, value in sample.tensors.items()}
         out = hidden[None]
         for index in range(exporter.middle.stop, len(exporter.blocks)):
-            grid = residuals.token_grid(exporter.model, (8, 8))
+            grid = token_grid(exporter.model, (8, 8))
             out = exporter.model.adapter.run_block(transformer, index, out, conditioning, grid)
         out = transformer.norm_out(out, conditioning["embedded_timestep"], transformer.scale_shift_table)
         ours = transformer.proj_out(out)

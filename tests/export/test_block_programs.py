@@ -8,7 +8,7 @@ from torch import nn
 from export import ops
 from export.block_programs import BlockKind, block_methods
 from export.lower import MAX_PROGRAM_BYTES, lower, runtime_operators
-from host.residuals import token_grid
+from host.frozen_base import token_grid
 from runtime.bundle import Bundle
 from runtime.errors import ContractError, ExportError
 from runtime.trainer import Trainer

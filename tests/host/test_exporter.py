@@ -116,7 +116,7 @@ def test_what_cannot_work_is_refused_before_long_work(sana_dir, photos_dir, tmp_
 
 
 def test_a_variant_the_block_function_lacks_is_refused(photos_dir, tmp_path):
-    model = save_sana(tmp_path / "model", small_vae(), qk_norm="rms_norm_across_heads")
+    model = save_sana(tmp_path / "model", small_vae(), qk_norm="rms_norm")
     with pytest.raises(ValueError, match="qk_norm"):
         Exporter(export_config(model), photos_dir, tmp_path / "b").plan()
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 from host.models import EMBEDDED, ModelFolder
-from host.models.base import EMBEDDED_DIR
+from host.models.folder import EMBEDDED_DIR
 from host.tiny_base import pretrain, recognise, subject, world
 from host.tiny_base.autoencoder import PCAAutoencoder
 
