@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from optimum.utils import DummyVisionInputGenerator
 from PIL import Image
 
 from export import block_programs, lower, ops, weights
@@ -92,10 +93,10 @@ class Exporter:
 
     def _resolve_sides(self) -> None:
         settings = self.config.export
-        geometry = self.model.geometry
-        self.factor = spatial_factor(self.model.load("vae"), geometry.channels)
-        self.multiple = self.factor * geometry.patch_size
-        self.image_side = settings.image_side or geometry.side * self.factor
+        config = self.model.normalized_config
+        self.factor = spatial_factor(self.model.load("vae"), config.num_channels)
+        self.multiple = self.factor * config.patch_size
+        self.image_side = settings.image_side or config.image_size * self.factor
         full = settings.patch_policy == "full"
         self.patch_side = settings.patch_side or (
             self.image_side if full else max(1, self.image_side // 2 // self.multiple) * self.multiple
@@ -380,7 +381,9 @@ class Exporter:
         prompts = self.model.encode_prompts(
             sorted({photo.caption for photo in self.photos}), max_tokens=self.config.export.prompt_tokens, blank=True
         )
-        latents = torch.empty(1, self.model.geometry.channels, side, side, device=meta)
+        pixels = DummyVisionInputGenerator("text-to-image", self.model.normalized_config, batch_size=1)
+        pixels.height = pixels.width = side
+        latents = pixels.generate("latent_sample").to(meta)
         patches = frozen_base.Patches(
             latents=latents, noise=latents, sigmas=torch.empty(1, device=meta), prompts=prompts[[0]].to(meta)
         )

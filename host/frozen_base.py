@@ -162,5 +162,5 @@ def sample_tensors(model: ModelFolder, out: BaseOutputs) -> dict[str, Tensor]:
 
 def token_grid(model: ModelFolder, latent_size: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of tokens for latents of (h, w)."""
-    patch = model.geometry.patch_size
+    patch = model.normalized_config.patch_size
     return latent_size[0] // patch, latent_size[1] // patch

@@ -18,7 +18,7 @@ from host.evaluate import subject_similarity
 from host.models import ModelFolder
 from host.models.base import decode_latents, spatial_factor
 from host.models.folder import load_lora
-from host.residuals import noise_of
+from host.residuals import noise_of, processes
 from runtime import atomic
 from runtime.errors import BundleError
 from runtime.manifest import BundleManifest, read_manifest
@@ -52,13 +52,15 @@ def draw(
         prompt_tokens: Tokens of a prompt; None is what the model was trained with.
         label: Of the progress bar.
     """
-    vae = model.load("vae")
+    device = processes().device
+    vae, transformer = model.load("vae"), transformer.to(device)
     unique = sorted(set(prompts))
     states = model.encode_prompts(unique, max_tokens=prompt_tokens)
-    guided = model.adapter.takes_negative(model.config)
+    guided = model.adapter.takes_negative(model.normalized_config)
     nothing = model.encode_prompts([""], max_tokens=prompt_tokens, negative=True) if guided else None
-    channels = model.geometry.channels
+    channels = model.normalized_config.num_channels
     side = image_side // spatial_factor(vae, channels)
+    vae = vae.to(device)
     pictures: list[Image.Image] = []
     for start in tqdm(range(0, len(prompts), MAX_BATCH), desc=label, leave=False):
         rows = range(start, min(start + MAX_BATCH, len(prompts)))
@@ -66,7 +68,14 @@ def draw(
         positive = states[[unique.index(prompts[i]) for i in rows]]
         negative = nothing[[0] * len(rows)] if nothing else None
         with torch.no_grad():
-            latents = model.denoise(transformer, positive, negative, noise, steps=steps, guidance=guidance)
+            latents = model.denoise(
+                transformer,
+                positive.to(device),
+                negative.to(device) if negative else None,
+                noise.to(device),
+                steps=steps,
+                guidance=guidance,
+            )
             pictures += [_picture(pixels) for pixels in decode_latents(vae, latents)]
     return pictures
 
@@ -142,5 +151,5 @@ def _taught(bundle: BundleManifest) -> set[str]:
 
 
 def _picture(pixels: Tensor) -> Image.Image:
-    array = ((pixels.permute(1, 2, 0).float().numpy() + 1) * 127.5).round().astype(np.uint8)
+    array = ((pixels.permute(1, 2, 0).float().cpu().numpy() + 1) * 127.5).round().astype(np.uint8)
     return Image.fromarray(array)

@@ -1,11 +1,12 @@
 """What a model family must say about itself, and what the families' adapters share."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from optimum.utils import NormalizedConfig
 from torch import Tensor
 
 from export.block_programs import BlockFunction, PredictFunction, Tensors
@@ -35,29 +36,30 @@ class PromptStates:
         return PromptStates(self.states.to(device), self.mask.to(device), pooled)
 
 
+class TransformerConfig(NormalizedConfig):
+    """A transformer's configuration under the names optimum's exporters use; other names are the configuration's own.
+
+    Latents are (`num_channels`, side, side), `image_size` is the side the family is trained at, and a token is a tile of
+    `patch_size` x `patch_size` latents.
+    """
+
+    NUM_CHANNELS = "in_channels"
+    IMAGE_SIZE = "sample_size"
+    PATCH_SIZE = "patch_size"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRequest:
     """What to encode, and how."""
 
     texts: list[str]
-    config: Mapping[str, Any]
-    """Of the transformer."""
+    config: TransformerConfig
     max_tokens: int | None = None
     """Tokens of a prompt, padding included; None is what the pipeline takes."""
     negative: bool = False
     """The texts are what classifier-free guidance leads away from; some families treat them otherwise."""
     blank: bool = False
     """Zeros of the same shape and the same mask, from the tokenizers alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """How pictures become tokens: latents (channels, side, side), one token a patch_size x patch_size tile."""
-
-    channels: int
-    patch_size: int
-    side: int
-    """Latent side the family is trained at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class ModelAdapter(Protocol):
     family: str
     pipeline: Any
     """diffusers' pipeline class of this family; it gives prompt handling and the LoRA loader."""
+    normalized_config: type[TransformerConfig]
+    """Gives the configuration's entries their common names."""
     lora_prefix: str
     """What diffusers' LoRA loader of this family puts before a module path."""
     prompt_inputs: tuple[str, ...]
@@ -91,11 +95,8 @@ class ModelAdapter(Protocol):
     predict_inputs: tuple[str, ...]
     """What the predict function takes of the conditioning."""
 
-    def takes_negative(self, config: Mapping[str, Any]) -> bool:
+    def takes_negative(self, config: TransformerConfig) -> bool:
         """Whether sampling takes a negative prompt; guidance-distilled models do not."""
-
-    def geometry(self, config: Mapping[str, Any]) -> Geometry:
-        """Shape of the latents and of the tokens, from the transformer's configuration."""
 
     def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         """Prompts to prompt states, exactly as the family's own pipeline does, but no longer than the longest needs.

@@ -4,7 +4,7 @@ The state the blocks hand on is prompt tokens, then image tokens. Modulations ar
 weights are a fifth of a single block. Shape suffixes as in export/ops.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -17,10 +17,10 @@ from export.ops import FrozenLinears
 from host.models import joint
 from host.models.base import (
     BlockRef,
-    Geometry,
     PromptRequest,
     PromptStates,
     Sampler,
+    TransformerConfig,
     bare_pipeline,
     register_model,
     require_short,
@@ -33,22 +33,31 @@ NORMS = {"flux_double": ("norm1.linear", "norm1_context.linear"), "flux_single":
 """The layers that make each kind's modulations."""
 
 
+class FluxConfig(TransformerConfig):
+    """Four latents are packed into a token's channels."""
+
+    patch_size = 2
+    image_size = TRAINED_PIXELS // 8
+
+    @property
+    def num_channels(self) -> int:
+        """Of the latents."""
+        return self.config.in_channels // 4
+
+
 class FluxAdapter:
     """See `ModelAdapter`."""
 
     family = "flux"
     pipeline: Any = diffusers.FluxPipeline
+    normalized_config = FluxConfig
     lora_prefix = "transformer"
     prompt_inputs: tuple[str, ...] = ("rotary_cos", "rotary_sin")
     per_block_inputs: tuple[str, ...] = (joint.ROWS,)
     predict_inputs: tuple[str, ...] = (joint.OUTPUT_ROWS,)
 
-    def takes_negative(self, config: Mapping[str, Any]) -> bool:
+    def takes_negative(self, config: TransformerConfig) -> bool:
         return False
-
-    def geometry(self, config: Mapping[str, Any]) -> Geometry:
-        # Four latents are packed into a token's channels.
-        return Geometry(channels=config["in_channels"] // 4, patch_size=2, side=TRAINED_PIXELS // 8)
 
     def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         # T5's padding is not masked in FLUX: a shorter prompt is another prompt, so none is trimmed.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -23,7 +24,7 @@ from diffusers.utils.hub_utils import _add_variant
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from host.models.base import Geometry, ModelAdapter, PromptRequest, PromptStates, adapter_of, bare_pipeline
+from host.models.base import ModelAdapter, PromptRequest, PromptStates, TransformerConfig, adapter_of, bare_pipeline
 from runtime.bundle import sha256_file
 
 EMBEDDED = "tiny-base"
@@ -65,10 +66,10 @@ class ModelFolder:
             ) from None
         self.adapter = adapter_of(self.config.get("_class_name"), model)
 
-    @property
-    def geometry(self) -> Geometry:
-        """Shape of latents and tokens."""
-        return self.adapter.geometry(self.config)
+    @cached_property
+    def normalized_config(self) -> TransformerConfig:
+        """The configuration under the names all families share."""
+        return self.adapter.normalized_config(SimpleNamespace(**self.config))
 
     def skeleton(self) -> Any:
         """The transformer on the meta device: modules and shapes from the configuration alone, no weights."""
@@ -138,7 +139,7 @@ class ModelFolder:
     ) -> PromptStates:
         """Prompts to prompt states, see `ModelAdapter.encode_prompts`; the encoders are freed again."""
         request = PromptRequest(
-            texts=list(prompts), config=self.config, max_tokens=max_tokens, negative=negative, blank=blank
+            texts=list(prompts), config=self.normalized_config, max_tokens=max_tokens, negative=negative, blank=blank
         )
         states = self.adapter.encode_prompts(self.load, request)
         gc.collect()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from export import ops
 from export.block_programs import PredictFunction
 from export.ops import FrozenLinears
-from host.models.base import PromptStates
+from host.models.base import PromptStates, TransformerConfig
 
 EMBEDDING = "time_text"
 ROWS = "modulation"
@@ -23,10 +23,10 @@ OUTPUT_ROWS = "output_modulation"
 EPSILON = 1e-6
 
 
-def blank_prompts(config: Mapping[str, Any], mask: Tensor) -> PromptStates:
+def blank_prompts(config: TransformerConfig, mask: Tensor) -> PromptStates:
     """Zeros in the shape of what the encoders give, for a mask (P, L)."""
-    states = torch.zeros(*mask.shape, config["joint_attention_dim"])
-    return PromptStates(states, mask, torch.zeros(len(mask), config["pooled_projection_dim"]))
+    states = torch.zeros(*mask.shape, config.joint_attention_dim)
+    return PromptStates(states, mask, torch.zeros(len(mask), config.pooled_projection_dim))
 
 
 def inputs(block: nn.Module, norms: Sequence[str], embedded_BD: Tensor, layers: Sequence[str]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ class. Shape suffixes as in export/ops.py.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -18,10 +18,10 @@ from export.ops import FrozenLinears
 from host.models.base import (
     BlankEncoder,
     BlockRef,
-    Geometry,
     PromptRequest,
     PromptStates,
     Sampler,
+    TransformerConfig,
     bare_pipeline,
     register_model,
     require_short,
@@ -39,16 +39,14 @@ class SanaAdapter:
 
     family = "sana"
     pipeline: Any = diffusers.SanaPipeline
+    normalized_config = TransformerConfig
     lora_prefix = "transformer"
     prompt_inputs: tuple[str, ...] = ("context", "context_bias")
     per_block_inputs: tuple[str, ...] = ()
     predict_inputs: tuple[str, ...] = ("embedded_timestep",)
 
-    def takes_negative(self, config: Mapping[str, Any]) -> bool:
-        return not config["guidance_embeds"]
-
-    def geometry(self, config: Mapping[str, Any]) -> Geometry:
-        return Geometry(channels=config["in_channels"], patch_size=config["patch_size"], side=config["sample_size"])
+    def takes_negative(self, config: TransformerConfig) -> bool:
+        return not config.guidance_embeds
 
     def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         tokenizer = load("tokenizer")
@@ -57,7 +55,7 @@ class SanaAdapter:
         # The instruction SANA was trained with is written for Gemma; the pipeline leaves it out of negative prompts.
         instruct = "gemma" in type(tokenizer).__name__.lower() and not request.negative
         call = inspect.signature(self.pipeline.__call__).parameters
-        encoder = BlankEncoder(request.config["caption_channels"]) if request.blank else load("text_encoder")
+        encoder = BlankEncoder(request.config.caption_channels) if request.blank else load("text_encoder")
         with torch.no_grad():
             states, mask, _, _ = bare_pipeline(self.pipeline, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
                 request.texts,

@@ -2,7 +2,7 @@
 
 The last block leaves the prompt as it is. Shape suffixes as in export/ops.py."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -23,18 +23,14 @@ class SD3Adapter:
 
     family = "sd3"
     pipeline: Any = diffusers.StableDiffusion3Pipeline
+    normalized_config = base.TransformerConfig
     lora_prefix = "transformer"
     prompt_inputs: tuple[str, ...] = ()
     per_block_inputs: tuple[str, ...] = (joint.ROWS,)
     predict_inputs: tuple[str, ...] = (joint.OUTPUT_ROWS,)
 
-    def takes_negative(self, config: Mapping[str, Any]) -> bool:
+    def takes_negative(self, config: base.TransformerConfig) -> bool:
         return True
-
-    def geometry(self, config: Mapping[str, Any]) -> base.Geometry:
-        return base.Geometry(
-            channels=config["in_channels"], patch_size=config["patch_size"], side=config["sample_size"]
-        )
 
     def encode_prompts(self, load: Callable[[str], Any], request: base.PromptRequest) -> base.PromptStates:
         clip, t5 = load("tokenizer"), load("tokenizer_3")
