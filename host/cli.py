@@ -91,6 +91,24 @@ def _parser() -> argparse.ArgumentParser:
     settings(sub)
 
     sub = command(
+        "plan",
+        _plan,
+        "Says what training a model takes, from its configuration alone, and which settings fit a budget.",
+        "pocketdit plan --model black-forest-labs/FLUX.1-dev --skip 0.5 --weights int8",
+    )
+    sub.add_argument("--model", help="folder, hub id, tiny-base, or a transformer's config.json")
+    sub.add_argument("--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail")
+    sub.add_argument("--skip", type=float, metavar="SHARE", help="share of the blocks to skip instead (0.5)")
+    sub.add_argument(
+        "--weights", action="append", metavar="TYPE", help="fp32, fp16, bf16, int8 or int4; all if not given"
+    )
+    sub.add_argument("--patch", type=int, metavar="PX", help="side of the patches trained on")
+    sub.add_argument(
+        "--budget", type=int, metavar="MIB", help="list the settings whose private memory fits, best first"
+    )
+    settings(sub)
+
+    sub = command(
         "train", _train, "Trains from a bundle; the same command resumes.", "pocketdit train bundles/dog --run runs/dog"
     )
     sub.add_argument("bundle", type=Path, help="bundle folder")
@@ -210,6 +228,33 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         "stored_error": errors,
         "parity": dataclasses.asdict(parity),
     }
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    config = _config(options, export__model=options.model, export__cut=options.cut, export__patch_side=options.patch)
+    from host import plan
+    from host.models.folder import read_configs
+
+    export = config.export
+    transformer, vae = read_configs(export.model, export.revision)
+    arguments = plan.settings_for(transformer, vae, export) | {"accumulation": config.train.accumulation}
+    weights = tuple(options.weights or plan.WEIGHTS)
+    say = _printer(options)
+    if options.budget is not None:
+        patch_side = arguments.pop("patch_side")
+        patch_sides = [patch_side] if export.patch_side else None
+        found = plan.fitting(transformer, options.budget * MIB, patch_sides=patch_sides, weights=weights, **arguments)
+        say(plan.table([setting.row for setting in found]) if found else f"Nothing fits {options.budget} MiB.")
+        return {"fitting": [encode(setting) for setting in found]}
+    num_blocks = plan.num_blocks(transformer)
+    cut = export.cut or plan.cut_of_share(num_blocks, 0.5 if options.skip is None else options.skip)
+    rows = plan.plan(transformer, cut=cut, weights=weights, **arguments)
+    counts = plan.parameter_counts(transformer)
+    say(f"{export.model}: {num_blocks} blocks; {', '.join(f'{n} {count / 1e6:.1f} M' for n, count in counts.items())}")
+    say(plan.table(rows))
+    for row in rows:
+        say(f"{row.method} {row.weights}: {row.notes}")
+    return {"rows": [encode(row) for row in rows]}
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from diffusers.utils.hub_utils import _add_variant
+from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -218,17 +219,53 @@ def load_lora(adapter: ModelAdapter, transformer: Any, adapter_path: Path) -> No
     pipeline.load_lora_weights(adapter_path.parent, weight_name=adapter_path.name)
 
 
+def read_configs(model: str, revision: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configurations of transformer and autoencoder, without their weights.
+
+    Args:
+        model: A folder, a hub id, `tiny-base`, or the path of a transformer's config.json.
+        revision: On the hub.
+
+    Returns:
+        The transformer's and the autoencoder's; the latter is empty where it is not known.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    path = Path(model)
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8")), {}
+    if model == EMBEDDED or path.is_dir():
+        folder = EMBEDDED_DIR if model == EMBEDDED else path
+        return ModelFolder(model).config, json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
+    _require_id(model)
+    try:
+        files = [hf_hub_download(model, f"{part}/config.json", revision=revision) for part in ("transformer", "vae")]
+    except Exception as error:
+        raise ValueError(_not_given(model, error)) from error
+    transformer, vae = (json.loads(Path(file).read_text(encoding="utf-8")) for file in files)
+    return transformer, vae
+
+
 def _local_dir(model: str, revision: str | None, variant: str | None) -> Path:
     if Path(model).is_dir():
         return Path(model)
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ValueError(f"Model {model!r} is neither a folder here nor a hub id (owner/name) nor {EMBEDDED!r}.")
+    _require_id(model)
     try:
         # Takes the files the pipeline needs, the token of the login or of $HF_TOKEN, and the cache when offline.
         return Path(diffusers.DiffusionPipeline.download(model, revision=revision, variant=variant))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"Model {model!r} is not a folder here and the hub did not give it ({reason}). Check the id and the "
-            "revision, accept the licence and log in if it is gated (hf auth login), or give a local folder."
-        ) from error
+        raise ValueError(_not_given(model, error)) from error
+
+
+def _require_id(model: str) -> None:
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ValueError(f"Model {model!r} is neither a folder here nor a hub id (owner/name) nor {EMBEDDED!r}.")
+
+
+def _not_given(model: str, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return (
+        f"Model {model!r} is not a folder here and the hub did not give it ({reason}). Check the id and the revision, "
+        "accept the licence and log in if it is gated (hf auth login), or give a local folder."
+    )

@@ -12,7 +12,7 @@ import pytest
 from host.cli import _parser
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "export", "train", "generate", "report", "convert", "demo")
+COMMANDS = ("doctor", "export", "plan", "train", "generate", "report", "convert", "demo")
 
 
 def pocketdit(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -122,6 +122,8 @@ def test_a_signal_stops_at_a_step_and_the_same_command_goes_on(tmp_path, bundle_
         (["train", "nowhere"], "nowhere is not a bundle"),
         (["generate", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere is not a run folder"),
+        (["plan", "--model", "nowhere"], "'nowhere' is neither a folder here nor a hub id"),
+        (["plan", "--weights", "int3"], "weights: got 'int3', expected one of fp32"),
         (["convert", "nowhere", "-o", "x", "--to", "kohya"], "nowhere is not a file"),
         (
             ["train", "{bundle}", "--set", "train.learning_rate=fast"],
@@ -145,6 +147,16 @@ def test_a_budget_that_is_too_small_stops_with_status_one(tmp_path, bundle_dir):
     done = pocketdit("train", bundle_dir, "--run", tmp_path / "run", "--budget", 0)
     assert done.returncode == 1
     assert "the budget is 0 MiB" in done.stderr
+
+
+def test_plan_says_what_a_model_takes_and_what_fits():
+    rows = last_json(pocketdit("plan", "--cut", "4,3", "--weights", "fp32", "--json"))["rows"]
+    assert [row["method"] for row in rows][:2] == ["phone: streamed", "GPU: LoRA"]
+    assert rows[0]["cut"] == [4, 3]
+    assert rows[0]["side"] == 64
+    found = last_json(pocketdit("plan", "--budget", "3", "--weights", "fp32", "--patch", "64", "--json"))["fitting"]
+    assert all(setting["row"]["private_bytes"] <= 3 * 2**20 for setting in found)
+    assert pocketdit("plan", "--budget", "0").stdout == "Nothing fits 0 MiB.\n"
 
 
 def test_the_demos_dry_run_prints_each_command(tmp_path):
