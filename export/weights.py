@@ -58,6 +58,24 @@ def lora_layers(block: nn.Module, module_path: str, targets: str | tuple[str, ..
     return tuple(chosen)
 
 
+def choose_layers(blocks: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Layers with LoRA of each block, by the block's module path.
+
+    Raises:
+        ValueError: A target matches no layer of any block, or one that cannot have LoRA.
+    """
+    layers = {path: lora_layers(block, path, targets) for path, block in blocks.items()}
+    found = [f"{path}.{layer}" for path, names in layers.items() for layer in names]
+    for target in [targets] if isinstance(targets, str) else targets:
+        hits = found if isinstance(targets, str) else [n for n in found if f".{n}".endswith(f".{target}")]
+        if not hits:
+            candidates = sorted({name for block in blocks.values() for name in lora_candidates(block)})
+            raise ValueError(
+                f"LoRA target {target!r} matches no layer of the trained blocks; their layers are {', '.join(candidates)}."
+            )
+    return layers
+
+
 def lora_candidates(block: nn.Module) -> list[str]:
     """Names of the layers of a block that can have LoRA, for error messages."""
     return [

@@ -201,7 +201,10 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
     say(
         f"patches {plan.patch_side} px of {plan.image_side} px, {plan.samples} samples: {plan.sample_bytes / MIB:.1f} MiB"
     )
-    say(f"weights {plan.weight_bytes / MIB:.1f} MiB, samples {plan.sample_bytes / MIB:.1f} MiB on flash")
+    say(
+        f"weights {plan.weight_bytes / MIB:.1f} MiB, samples {plan.sample_bytes / MIB:.1f} MiB on flash; samples are "
+        f"{plan.sample_tflops:.3g} TFLOP, about {max(1.0, plan.sample_seconds):.0f} s here unless cached"
+    )
     if options.dry_run:
         return {"status": "dry-run", "plan": encode(plan)}
 

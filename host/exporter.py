@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from optimum.utils import DummyVisionInputGenerator
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from export import block_programs, lower, ops, weights
 from export.bundle import assemble_bundle, require_replaceable
@@ -36,6 +37,8 @@ from runtime.schema import encode
 
 PREVIEW_SIDE = 320
 CROPS_PREVIEW = "preview/crops.png"
+MODEL_EFFICIENCY = 0.5
+"""Rate of the base's blocks over that of a large product, for the time estimate."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,10 @@ class ExportPlan:
     """Size of the sample store, bytes."""
     weight_bytes: int
     """Size of the middle blocks' weights, bytes, float32."""
+    sample_tflops: float
+    """Work of making the samples, multiply-adds as two."""
+    sample_seconds: float
+    """Estimated from that work and the rate of a product measured here and now, over all processes."""
 
 
 class Exporter:
@@ -88,8 +95,12 @@ class Exporter:
             on_bad=settings.on_bad_photo,
         )
         self.middle = range(self.cut[0], len(self.blocks) - self.cut[1])
-        self.layers = self._lora_layers()
-        self.kinds = self._program_kinds()
+        layers = weights.choose_layers(
+            {self.blocks[i].module: self.skeleton.get_submodule(self.blocks[i].module) for i in self.middle},
+            settings.lora_targets,
+        )
+        self.layers = dict(zip(self.middle, layers.values(), strict=True))
+        self.kinds = program_kinds({i: (self.blocks[i].kind, self.layers[i]) for i in self.middle})
 
     def _resolve_sides(self) -> None:
         settings = self.config.export
@@ -118,35 +129,13 @@ class Exporter:
                 f"samples: got {settings.samples} for {num_processes} processes, expected at least one each."
             )
 
-    def _lora_layers(self) -> dict[int, tuple[str, ...]]:
-        targets = self.config.export.lora_targets
-        modules = {i: self.skeleton.get_submodule(self.blocks[i].module) for i in self.middle}
-        layers = {i: weights.lora_layers(modules[i], self.blocks[i].module, targets) for i in self.middle}
-        found = [f"{self.blocks[i].module}.{layer}" for i in self.middle for layer in layers[i]]
-        for target in [targets] if isinstance(targets, str) else targets:
-            if not (found if isinstance(targets, str) else [name for name in found if name.endswith(target)]):
-                candidates = sorted({name for module in modules.values() for name in weights.lora_candidates(module)})
-                raise ValueError(
-                    f"LoRA target {target!r} matches no layer of the blocks {self.middle.start} to {self.middle.stop - 1}; "
-                    f"their layers are {', '.join(candidates)}."
-                )
-        return layers
-
-    def _program_kinds(self) -> dict[int, str]:
-        """The kind of program of each middle block: blocks of one kind with LoRA on different layers differ."""
-        seen: dict[str, list[tuple[str, ...]]] = {}
-        kinds = {}
-        for i in self.middle:
-            variants = seen.setdefault(self.blocks[i].kind, [])
-            if self.layers[i] not in variants:
-                variants.append(self.layers[i])
-            number = variants.index(self.layers[i])
-            kinds[i] = self.blocks[i].kind + (f"_{number + 1}" if number else "")
-        return kinds
-
     def plan(self) -> ExportPlan:
         """Sizes and settings, from one sample run through the model's shapes."""
-        out = self._example
+        with FlopCounterMode(display=False) as counter:
+            out = self._run_example()
+        flops = self.config.export.samples * counter.get_total_flops()
+        state = residuals.processes()
+        rate = MODEL_EFFICIENCY * frozen_base.flops_per_second(state.device) * state.num_processes
         sample_bytes = self.config.export.samples * sum(
             math.prod(value.shape[1:]) * residuals.stored_dtype(name, self.config.export.sample_dtype).itemsize
             for name, value in frozen_base.sample_tensors(self.model, out).items()
@@ -164,6 +153,8 @@ class Exporter:
             samples=self.config.export.samples,
             sample_bytes=sample_bytes,
             weight_bytes=weight_bytes,
+            sample_tflops=flops / 1e12,
+            sample_seconds=flops / rate,
         )
 
     def run(
@@ -375,6 +366,10 @@ class Exporter:
 
     @cached_property
     def _example(self) -> frozen_base.BaseOutputs:
+        """A sample of shapes without values."""
+        return self._run_example()
+
+    def _run_example(self) -> frozen_base.BaseOutputs:
         """A sample through the model on the meta device: gives every shape, computes nothing."""
         side = self.patch_side // self.factor
         meta = torch.device("meta")
@@ -455,6 +450,19 @@ class Exporter:
             export=encode(settings)
             | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)},
         )
+
+
+def program_kinds(blocks: Mapping[int, tuple[str, tuple[str, ...]]]) -> dict[int, str]:
+    """The kind of program of each block, from its kind and its layers with LoRA: where these differ, programs do."""
+    variants: dict[str, list[tuple[str, ...]]] = {}
+    kinds = {}
+    for index, (kind, layers) in blocks.items():
+        known = variants.setdefault(kind, [])
+        if layers not in known:
+            known.append(layers)
+        number = known.index(layers)
+        kinds[index] = kind + (f"_{number + 1}" if number else "")
+    return kinds
 
 
 def preview_name(number: int) -> str:

@@ -3,6 +3,7 @@
 Only one block's weights are in memory at once, so a workstation smaller than the model can export it.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -144,6 +145,16 @@ def _predicted(
 def _resting(value: Tensor) -> Tensor:
     """Off the accelerator, where the weights need the room; shapes on the meta device stay there."""
     return value if value.is_meta else value.cpu()
+
+
+def flops_per_second(device: torch.device) -> float:
+    """Rate of a 1024 x 1024 float32 product on a device, measured for a tenth of a second."""
+    x = torch.randn(1024, 1024, device=device)
+    y, count, start = x @ x, 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < 0.1:
+        y, count = x @ x, count + 1
+        float(y[0, 0])  # waits for the accelerator
+    return count * 2 * 1024**3 / seconds
 
 
 def per_block_name(index: int, name: str) -> str:
