@@ -15,7 +15,7 @@ from host.report import summary_table
 
 EMBEDDED_DIR = Path(__file__).parent / "tiny_base"
 SETTINGS, SUBJECT = EMBEDDED_DIR / "demo.toml", EMBEDDED_DIR / "sample_subject"
-BUDGET_MIB = 16
+BUDGET_MIB = 24
 
 
 def run_demo(output_dir: Path, *, steps: int | None, dry_run: bool, show: bool) -> dict[str, Any]:
