@@ -18,7 +18,7 @@ demo: setup
 	.venv/bin/pocketdit demo
 
 test: setup check
-	.venv/bin/python -m pytest -m 'not long'
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile -m 'not long'
 
 test-long: setup
 	.venv/bin/python -m pytest -m long

@@ -26,7 +26,7 @@ from export.parity import Parity, check_parity
 from host import frozen_base, patches, residuals
 from host.cache import cached_stage, is_whole, new_stage, stage_folder, stage_key
 from host.config import Config, ExportConfig
-from host.models import ModelFolder
+from host.models import ModelFolder, PromptStates
 from host.models.base import spatial_factor
 from host.photos import Photo, load_photos
 from runtime import __version__, manifest
@@ -365,6 +365,12 @@ class Exporter:
         return self.model.adapter.block_weights(self.skeleton, index, self.layers[index])
 
     @cached_property
+    def _blank_prompts(self) -> PromptStates:
+        """The prompts' shapes and masks, from the tokenizers alone."""
+        captions = sorted({photo.caption for photo in self.photos})
+        return self.model.encode_prompts(captions, max_tokens=self.config.export.prompt_tokens, blank=True)
+
+    @cached_property
     def _example(self) -> frozen_base.BaseOutputs:
         """A sample of shapes without values."""
         return self._run_example()
@@ -373,9 +379,7 @@ class Exporter:
         """A sample through the model on the meta device: gives every shape, computes nothing."""
         side = self.patch_side // self.factor
         meta = torch.device("meta")
-        prompts = self.model.encode_prompts(
-            sorted({photo.caption for photo in self.photos}), max_tokens=self.config.export.prompt_tokens, blank=True
-        )
+        prompts = self._blank_prompts
         pixels = DummyVisionInputGenerator("text-to-image", self.model.normalized_config, batch_size=1)
         pixels.height = pixels.width = side
         latents = pixels.generate("latent_sample").to(meta)
@@ -448,7 +452,8 @@ class Exporter:
                 ),
             ),
             export=encode(settings)
-            | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)},
+            | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)}
+            | {"prompt_length": self._blank_prompts.states.shape[1]},
         )
 
 
