@@ -144,6 +144,11 @@ def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
     }
 
 
+def example_tensors(tensors: Tensors) -> dict[str, Tensor]:
+    """Tensors of the same shapes whose memory is never touched: exporting traces shapes."""
+    return {name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()}
+
+
 def loss_method(head: LossHead) -> dict[str, Method]:
     """Exports `loss`: mean squared error between prediction and target, and its gradient with respect to the hidden
     state before the tail. The tail's part is the stored residual."""

@@ -40,22 +40,26 @@ def lora_layers(block: nn.Module, module_path: str, targets: str | tuple[str, ..
     Raises:
         ValueError: A target matches a layer that cannot have LoRA.
     """
-    everything = targets == "all-linear"
     chosen = []
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and everything:
+        if targets == "all-linear":
+            wanted = isinstance(module, nn.Linear)
+        else:
+            wanted = bool(check_target_module_exists(_peft_config(targets), f"{module_path}.{name}"))
+        if wanted and can_have_lora(module):
             chosen.append(name)
-        if everything or not check_target_module_exists(_peft_config(targets), f"{module_path}.{name}"):
-            continue
-        pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
-        if isinstance(module, nn.Linear) or pointwise:
-            chosen.append(name)
-        elif isinstance(module, nn.Conv2d):
+        elif wanted and isinstance(module, nn.Conv2d):
             raise ValueError(
                 f"LoRA target {name!r} is a {module.kernel_size[0]}x{module.kernel_size[1]} convolution with "
                 f"{module.groups} groups; LoRA is for linear layers and 1x1 convolutions."
             )
     return tuple(chosen)
+
+
+def can_have_lora(module: nn.Module) -> bool:
+    """Whether a module is a linear layer or a 1x1 convolution."""
+    pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+    return pointwise or isinstance(module, nn.Linear)
 
 
 def choose_layers(blocks: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -76,13 +80,9 @@ def choose_layers(blocks: Mapping[str, nn.Module], targets: str | tuple[str, ...
     return layers
 
 
-def lora_candidates(block: nn.Module) -> list[str]:
-    """Names of the layers of a block that can have LoRA, for error messages."""
-    return [
-        name
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1))
-    ]
+def lora_candidates(module: nn.Module) -> list[str]:
+    """Paths of all layers in a module that can have LoRA; the meta device is enough."""
+    return [name for name, layer in module.named_modules() if can_have_lora(layer)]
 
 
 @cache

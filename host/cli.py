@@ -335,7 +335,8 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _convert(options: argparse.Namespace) -> dict[str, Any]:
-    from host.lora_formats import convert_file, lora_modules
+    from export.weights import lora_candidates
+    from host.lora_formats import convert_file
     from host.models import ModelFolder
     from runtime.tensor_file import TensorFile
 
@@ -350,7 +351,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
         options.output,
         options.to,
         family=model.adapter.family,
-        module_names=lora_modules(model.skeleton()),
+        module_names=lora_candidates(model.skeleton()),
     )
     _printer(options)(f"{options.output}: {options.to} format, for {named} ({model.adapter.family})")
     return {"adapter": str(options.output), "format": options.to, "family": model.adapter.family}

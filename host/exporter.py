@@ -110,7 +110,7 @@ class Exporter:
         self.image_side = settings.image_side or config.image_size * self.factor
         full = settings.patch_policy == "full"
         self.patch_side = settings.patch_side or (
-            self.image_side if full else max(1, self.image_side // 2 // self.multiple) * self.multiple
+            self.image_side if full else patches.default_side(self.image_side, self.multiple)
         )
         for name, side in (("image_side", self.image_side), ("patch_side", self.patch_side)):
             if side < self.multiple or side % self.multiple:
@@ -131,9 +131,8 @@ class Exporter:
 
     def plan(self) -> ExportPlan:
         """Sizes and settings, from one sample run through the model's shapes."""
-        with FlopCounterMode(display=False) as counter:
-            out = self._run_example()
-        flops = self.config.export.samples * counter.get_total_flops()
+        out, flops_per_sample = self._counted_example
+        flops = self.config.export.samples * flops_per_sample
         state = residuals.processes()
         rate = MODEL_EFFICIENCY * frozen_base.flops_per_second(state.device) * state.num_processes
         sample_bytes = self.config.export.samples * sum(
@@ -338,12 +337,14 @@ class Exporter:
         for index in self.middle:
             if f"{self.kinds[index]}_forward" in methods:
                 continue
-            block = _empty(self._block_weights(index))
+            block = block_programs.example_tensors(self._block_weights(index))
             kind = block_programs.BlockKind(
                 name=self.kinds[index],
                 function=adapter.block_function(self.skeleton, self.blocks[index].kind, grid),
-                hidden=_empty({"hidden": example.hidden[0]})["hidden"],
-                conditioning=_empty({name: value[0] for name, value in example.block_inputs[index].items()}),
+                hidden=block_programs.example_tensors({"hidden": example.hidden[0]})["hidden"],
+                conditioning=block_programs.example_tensors(
+                    {name: value[0] for name, value in example.block_inputs[index].items()}
+                ),
                 weights=block,
                 lora=weights.initial_lora(block, self.layers[index], settings.lora_rank, torch.Generator()),
             )
@@ -352,9 +353,11 @@ class Exporter:
         methods |= block_programs.loss_method(
             block_programs.LossHead(
                 function=adapter.predict_function(self.skeleton),
-                conditioning=_empty({name: value[0] for name, value in example.predict_inputs.items()}),
-                weights=_empty(adapter.predict_weights(self.skeleton)),
-                **_empty(tensors),
+                conditioning=block_programs.example_tensors(
+                    {name: value[0] for name, value in example.predict_inputs.items()}
+                ),
+                weights=block_programs.example_tensors(adapter.predict_weights(self.skeleton)),
+                **block_programs.example_tensors(tensors),
             )
         )
         spec = lower.lower(methods, folder / lower.FILE_NAME, settings.backend)
@@ -370,13 +373,14 @@ class Exporter:
         captions = sorted({photo.caption for photo in self.photos})
         return self.model.encode_prompts(captions, max_tokens=self.config.export.prompt_tokens, blank=True)
 
-    @cached_property
+    @property
     def _example(self) -> frozen_base.BaseOutputs:
         """A sample of shapes without values."""
-        return self._run_example()
+        return self._counted_example[0]
 
-    def _run_example(self) -> frozen_base.BaseOutputs:
-        """A sample through the model on the meta device: gives every shape, computes nothing."""
+    @cached_property
+    def _counted_example(self) -> tuple[frozen_base.BaseOutputs, int]:
+        """A sample through the model on the meta device, which gives every shape and computes nothing; its operations."""
         side = self.patch_side // self.factor
         meta = torch.device("meta")
         prompts = self._blank_prompts
@@ -387,7 +391,9 @@ class Exporter:
             latents=latents, noise=latents, sigmas=torch.empty(1, device=meta), prompts=prompts[[0]].to(meta)
         )
         guidance = self.config.export.guidance
-        return frozen_base.base_outputs(self.model, self.skeleton, [patches], self.layers, guidance)[0]
+        with FlopCounterMode(display=False) as counter:
+            (out,) = frozen_base.base_outputs(self.model, self.skeleton, [patches], self.layers, guidance)
+        return out, counter.get_total_flops()
 
     def _own_inputs(self, index: int) -> list[str]:
         """Program inputs of a block that no other block shares."""
@@ -473,11 +479,6 @@ def program_kinds(blocks: Mapping[int, tuple[str, tuple[str, ...]]]) -> dict[int
 def preview_name(number: int) -> str:
     """File name of a photo's preview; photo names may hold anything, these are plain."""
     return f"photo-{number:03d}.jpg"
-
-
-def _empty(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes whose memory is never touched: exporting traces shapes."""
-    return {name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()}
 
 
 def _source_hash(*paths: str | None) -> str:

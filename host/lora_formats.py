@@ -6,7 +6,7 @@ in the metadata. Kohya: `lora_unet_<module, underscores for dots>.lora_down.weig
 of its first release, where q, k, v (and in single blocks the MLP) are one layer.
 
     convert_file(Path("runs/dog/adapter.safetensors"), Path("dog.safetensors"), "kohya", family=folder.adapter.family,
-                 module_names=lora_modules(folder.skeleton()))    # folder: a `ModelFolder` of host/models/base.py
+                 module_names=lora_candidates(folder.skeleton()))    # folder: a `ModelFolder`
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from peft.utils.other import get_pattern_key
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.errors import BundleError
 from runtime.tensor_file import TensorFile, write_tensor_file
@@ -103,16 +103,6 @@ class Lora:
         return self.down.shape[0]
 
 
-def lora_modules(transformer: nn.Module) -> list[str]:
-    """Paths of all modules an adapter can be on: linear layers and 1x1 convolutions. The meta device is enough."""
-
-    def fits(module: nn.Module) -> bool:
-        pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
-        return pointwise or isinstance(module, nn.Linear)
-
-    return [name for name, module in transformer.named_modules() if fits(module)]
-
-
 def to_kohya(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -146,7 +136,8 @@ def from_kohya(
 
     Args:
         tensors: By kohya's names. Without `.alpha` alpha is R, as in sd-scripts, and a warning says so.
-        module_names: Of the transformer, see `lora_modules`: underscores alone do not tell where the dots were.
+        module_names: Of the transformer, see `lora_candidates` of export/weights.py:
+            underscores alone do not tell where the dots were.
         family: As `ModelAdapter.family`.
 
     Returns:
@@ -192,7 +183,7 @@ def convert_file(source: Path, target: Path, to: Format, *, family: str, module_
         target: Another path.
         to: The format of `target`.
         family: As `ModelAdapter.family`.
-        module_names: Of the transformer, see `lora_modules`.
+        module_names: Of the transformer, see `lora_candidates` of export/weights.py.
 
     Raises:
         ValueError: `source` cannot be read or converted, or is `target`; nothing is written.

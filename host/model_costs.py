@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import peft
 import torch
 import torch.nn.functional as F
@@ -24,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from export.block_programs import BlockKind, LossHead, block_methods, loss_method
+from export.block_programs import BlockKind, LossHead, block_methods, example_tensors, loss_method
 from export.weights import initial_lora, lora_candidates, lora_layers
+from host.frozen_base import per_block_name
 from host.models import ModelAdapter, PromptStates
 from host.models.base import adapter_of
+from host.models.folder import skeleton_of
 from host.residuals import STORED_DTYPES, stored_dtype
 from runtime.memory import MIB
 
@@ -216,7 +217,7 @@ class ModelCosts:
     def _stored_inputs(self, middle: Iterable[int]) -> dict[str, Tensor]:
         """Conditioning of the blocks by its name in the sample store."""
         own = self.adapter.per_block_inputs
-        return {f"block.{i}.{n}" if n in own else n: value for i in middle for n, value in self.inputs[i].items()}
+        return {per_block_name(i, n) if n in own else n: value for i in middle for n, value in self.inputs[i].items()}
 
     def _record_bytes(self, middle: Iterable[int]) -> tuple[int, int]:
         """Of a sample, and of a prompt; see host/residuals.py and runtime/sample_store.py."""
@@ -237,10 +238,10 @@ class ModelCosts:
         kind = BlockKind(
             name="block",
             function=self.adapter.block_function(self.transformer, self.blocks[index].kind, self.grid),
-            conditioning=_empty(self.inputs[index]),
-            weights=_empty(self._weights(index)),
-            lora=_empty(self._lora(index)),
-            **_empty({"hidden": self.hidden[0]}),
+            conditioning=example_tensors(self.inputs[index]),
+            weights=example_tensors(self._weights(index)),
+            lora=example_tensors(self._lora(index)),
+            **example_tensors({"hidden": self.hidden[0]}),
         )
         graphs = [method.program.graph for method in block_methods(kind, 1.0).values()]
         return sum(map(_arena_bytes, graphs)), sum(map(_flops, graphs))
@@ -248,9 +249,9 @@ class ModelCosts:
     def _loss_arena(self, _: int) -> int:
         head = LossHead(
             function=self.adapter.predict_function(self.transformer),
-            conditioning=_empty({name: self.conditioning[name][0] for name in self.adapter.predict_inputs}),
-            weights=_empty(self.adapter.predict_weights(self.transformer)),
-            **_empty(self._ends()),
+            conditioning=example_tensors({name: self.conditioning[name][0] for name in self.adapter.predict_inputs}),
+            weights=example_tensors(self.adapter.predict_weights(self.transformer)),
+            **example_tensors(self._ends()),
         )
         return _arena_bytes(loss_method(head)["loss"].program.graph)
 
@@ -360,19 +361,6 @@ def adapter_for(config: Mapping[str, Any]) -> ModelAdapter:
     return adapter_of(config.get("_class_name"), "The configuration")
 
 
-def skeleton_of(config: Mapping[str, Any]) -> Any:
-    """diffusers' transformer on the meta device."""
-    adapter_for(config)
-    with torch.device("meta"):
-        transformer = getattr(diffusers, config["_class_name"]).from_config(dict(config))
-    return transformer.eval().requires_grad_(False)
-
-
 def num_parameters(module: nn.Module) -> int:
     """Of a module and all in it."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Examples of the same shapes and types; their memory is never touched."""
-    return {name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()}

@@ -95,6 +95,11 @@ def crop_side(
     return multiple * math.floor(side / multiple + 0.5)
 
 
+def default_side(image_side: int, multiple: int) -> int:
+    """Side of the patches where none is given, pixels: half of the picture's, made of whole tokens."""
+    return max(1, image_side // 2 // multiple) * multiple
+
+
 def prepared_size(size: tuple[int, int], side_max: int) -> tuple[int, int]:
     """Width and height of a photo after `prepare`: the shorter side is `side_max`, the aspect is kept."""
     if min(*size, side_max) < 1:

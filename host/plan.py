@@ -48,8 +48,9 @@ from host.model_costs import (
     PlanRow,
     adapter_for,
     num_parameters,
-    skeleton_of,
 )
+from host.models.folder import skeleton_of
+from host.patches import default_side
 from runtime.memory import MIB
 
 PAPER_CUTS = {17: (7, 10), 23: (13, 10), 29: (19, 10)}
@@ -187,7 +188,7 @@ def settings_for(config: Mapping[str, Any], vae_config: Mapping[str, Any], expor
     multiple = factor * names.patch_size
     return {
         "image_side": image_side,
-        "patch_side": export.patch_side or max(1, image_side // 2 // multiple) * multiple,
+        "patch_side": export.patch_side or default_side(image_side, multiple),
         "prompt_tokens": export.prompt_tokens or known["prompt_tokens"],
         "latent_factor": factor,
         "lora_rank": export.lora_rank,

@@ -177,12 +177,11 @@ def make_samples(
     device = processes().device
     transformer = model.hollow(device)
     prompts = prompts.to(device)
+    # All samples of a wave wait in memory while the blocks go by; one wave unless there are very many.
+    wave_size = _wave_size(model, transformer, latents, prompts, guidance)
     with ExitStack() as stack:
         writer: SampleStoreWriter | None = None
-        start = 0
-        while start < len(rows):
-            # All samples of a wave wait in memory while the blocks go by; one wave unless there are very many.
-            wave = range(start, min(start + _wave_size(model, transformer, latents, prompts, guidance), len(rows)))
+        for wave in _batches(range(len(rows)), wave_size):
             chunks = list(_batches(wave, batch))
             batches = [
                 _patches(plan, [rows[i] for i in chunk], latents[list(chunk)].to(device), prompts) for chunk in chunks
@@ -213,7 +212,6 @@ def make_samples(
                     )
                 for i, number in enumerate(chunk):
                     writer.write(rows[number], {n: v[i] for n, v in tensors.items()}, float(out.loss[i]))
-            start = wave.stop
     assert writer is not None, "a process without samples"
     return writer.relative_errors()
 

@@ -14,8 +14,12 @@ import transformers
 from diffusers import AutoencoderKL, AutoencoderTiny, FlowMatchEulerDiscreteScheduler
 from torch import nn
 
+from host import residuals
 from host.config import Config, ExportConfig
+from host.exporter import Exporter
+from host.models import PromptStates
 from runtime.manifest import TrainingSpec
+from runtime.sample_store import SampleIdentity
 
 PROMPT = "a photo of sks thing"
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
@@ -234,3 +238,26 @@ def export_config(model: Path, **changes: Any) -> Config:
         export=ExportConfig(**settings),
         train=TrainingSpec(steps=6, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2),
     )
+
+
+def rebuild_inputs(exporter: Exporter, identity: SampleIdentity) -> tuple[torch.Tensor, torch.Tensor, PromptStates]:
+    """Noisy latents, target and prompt of a sample, from its identity alone."""
+    plan = residuals.plan_samples(
+        exporter.photos,
+        count=exporter.config.export.samples,
+        seed=0,
+        side_min=exporter.patch_side,
+        side_max=exporter.image_side,
+        multiple=exporter.multiple,
+        policy="low-to-high",
+        flip_probability=0.0,
+        distribution="logit_normal",
+        shift=1.0,
+    )
+    assert plan.identities[identity.index] == identity
+    latents = residuals.encode_patches(
+        exporter.model, exporter.photos, plan, [identity.index], exporter.patch_side, exporter.image_side, 1
+    )
+    noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
+    prompts = exporter.model.encode_prompts([identity.prompt])
+    return (1 - identity.sigma) * latents + identity.sigma * noise, noise - latents, prompts

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -74,9 +74,7 @@ class ModelFolder:
 
     def skeleton(self) -> Any:
         """The transformer on the meta device: modules and shapes from the configuration alone, no weights."""
-        with torch.device("meta"):
-            transformer = getattr(diffusers, self.config["_class_name"]).from_config(self.config)
-        return transformer.eval().requires_grad_(False)
+        return skeleton_of(self.config)
 
     def hollow(self, device: torch.device | str = "cpu") -> Any:
         """The transformer with everything but its blocks loaded, float32; `block` lends it those."""
@@ -199,6 +197,13 @@ class ModelFolder:
             if path.is_file():
                 digest.update(f"{path.name} {sha256_file(path)}\n".encode())
         return digest.hexdigest()
+
+
+def skeleton_of(config: Mapping[str, Any]) -> Any:
+    """diffusers' transformer of a configuration on the meta device: modules and shapes, no weights."""
+    with torch.device("meta"):
+        transformer = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+    return transformer.eval().requires_grad_(False)
 
 
 def load_lora(adapter: ModelAdapter, transformer: Any, adapter_path: Path) -> None:

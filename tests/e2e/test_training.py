@@ -27,6 +27,7 @@ from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.sample_store import SampleStore
 from runtime.trainer import ADAPTER, Trainer, train
+from tests.tiny_models import rebuild_inputs
 
 SETTINGS = TrainingSpec(steps=6, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2)
 
@@ -41,30 +42,6 @@ def finished(bundle_dir, tmp_path_factory) -> Path:
     run = train(bundle_dir, run_dir, SETTINGS)
     assert run["status"] == "complete"
     return run_dir
-
-
-def rebuild_inputs(exporter, identity):
-    """The noisy input of a sample, from its identity alone."""
-    plan = residuals.plan_samples(
-        exporter.photos,
-        count=exporter.config.export.samples,
-        seed=0,
-        side_min=exporter.patch_side,
-        side_max=exporter.image_side,
-        multiple=exporter.multiple,
-        policy="low-to-high",
-        flip_probability=0.0,
-        distribution="logit_normal",
-        shift=1.0,
-    )
-    assert plan.identities[identity.index] == identity
-    latents = residuals.encode_patches(
-        exporter.model, exporter.photos, plan, [identity.index], exporter.patch_side, exporter.image_side, 1
-    )
-    noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
-    prompts = exporter.model.encode_prompts([identity.prompt])
-    noisy = (1 - identity.sigma) * latents + identity.sigma * noise
-    return noisy, noise - latents, prompts
 
 
 def test_first_loss_equals_the_eager_full_models_on_the_same_samples(exporter, bundle_dir, finished):

@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from export.lower import MAX_PROGRAM_BYTES
-from host import residuals
 from host.config import GenerateConfig
 from host.exporter import Exporter
 from host.generate import generate
@@ -24,7 +23,15 @@ from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.sample_store import SampleStore
 from runtime.trainer import ADAPTER, Trainer, train
-from tests.tiny_models import SANA_15, SANA_SPRINT, export_config, save_flux, save_sana_with_gemma, save_sd3
+from tests.tiny_models import (
+    SANA_15,
+    SANA_SPRINT,
+    export_config,
+    rebuild_inputs,
+    save_flux,
+    save_sana_with_gemma,
+    save_sd3,
+)
 
 GUIDANCE = 2.5
 SETTINGS = TrainingSpec(
@@ -112,26 +119,6 @@ def prediction(transformer, noisy, identity, prompts) -> torch.Tensor:
     ).sample
 
 
-def inputs_of(exporter, identity):
-    """Noisy latents, target and prompt of a sample, made again from its identity."""
-    plan = residuals.plan_samples(
-        exporter.photos,
-        count=12,
-        seed=0,
-        side_min=64,
-        side_max=128,
-        multiple=exporter.multiple,
-        policy="low-to-high",
-        flip_probability=0.0,
-        distribution="logit_normal",
-        shift=1.0,
-    )
-    latents = residuals.encode_patches(exporter.model, exporter.photos, plan, [identity.index], 64, 128, 1)
-    noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
-    prompts = exporter.model.encode_prompts([identity.prompt])
-    return (1 - identity.sigma) * latents + identity.sigma * noise, noise - latents, prompts
-
-
 def test_five_steps_equal_peft_lora_on_the_whole_model(exported, run_dir):
     settings = exported.config.export
     transformer = exported.model.load("transformer")
@@ -154,7 +141,7 @@ def test_five_steps_equal_peft_lora_on_the_whole_model(exported, run_dir):
         losses = []
         for index in row["samples"]:
             identity = store.identity(index)
-            noisy, target, prompts = inputs_of(exported, identity)
+            noisy, target, prompts = rebuild_inputs(exported, identity)
             loss = (prediction(transformer, noisy, identity, prompts) - target).pow(2).mean()
             (loss / len(row["samples"])).backward()
             losses.append(float(loss.detach()))
@@ -187,7 +174,7 @@ def test_every_blocks_output_and_every_lora_gradient_equal_diffusers(exported):
     for name, value in trainer.lora.named().items():
         parameters[name].data.copy_(value.reshape(parameters[name].shape))
     sample = trainer.read(4)
-    noisy, target, prompts = inputs_of(exported, sample.identity)
+    noisy, target, prompts = rebuild_inputs(exported, sample.identity)
     loss = (prediction(transformer, noisy, sample.identity, prompts) - target).pow(2).mean()
     loss.backward()
 

@@ -9,7 +9,8 @@ from diffusers import FluxPipeline, FluxTransformer2DModel, SanaPipeline, SanaTr
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from host.lora_formats import LAYERS, convert_file, from_kohya, lora_modules, to_kohya
+from export.weights import lora_candidates
+from host.lora_formats import LAYERS, convert_file, from_kohya, to_kohya
 from runtime.tensor_file import write_tensor_file
 from tests.tiny_models import FLUX, SANA
 
@@ -28,7 +29,7 @@ def meta(model, config):
 def adapter(transformer, pattern=r".*", rank=RANK, alpha=ALPHA):
     """A random PEFT adapter on the modules that match, as runtime/adapter.py writes it."""
     generator = torch.Generator().manual_seed(5)
-    modules = [name for name in lora_modules(transformer) if re.fullmatch(pattern, name)]
+    modules = [name for name in lora_candidates(transformer) if re.fullmatch(pattern, name)]
     tensors = {}
     for name in modules:
         outputs, inputs, *kernel = transformer.get_submodule(name).weight.shape
@@ -96,7 +97,7 @@ def flux_file(flux, tmp_path):
 
 @pytest.mark.parametrize("guidance", [True, False], ids=["dev", "schnell"])
 def test_the_table_covers_every_linear_layer_of_flux_and_nothing_else(guidance):
-    modules = lora_modules(meta(FluxTransformer2DModel, FLUX | {"guidance_embeds": guidance}))
+    modules = lora_candidates(meta(FluxTransformer2DModel, FLUX | {"guidance_embeds": guidance}))
     blocks = {"transformer_blocks": FLUX["num_layers"], "single_transformer_blocks": FLUX["num_single_layers"]}
     patterns = [module for layer in LAYERS["flux"].values() for module in layer.modules]
     named = [p.format(i) for p in patterns for i in range(blocks.get(p.split(".")[0], 1))]
@@ -128,7 +129,7 @@ def test_there_and_back_gives_the_same_bits(family, pattern, alpha, request):
     converted, told = to_kohya(tensors, metadata, family)
     assert told == {"format": "pt", "pocketdit.steps": "400", "pocketdit.cut": "1,1"}
     assert all(value.shape == () for name, value in converted.items() if name.endswith(".alpha"))
-    back, told = from_kohya(converted, lora_modules(transformer), family)
+    back, told = from_kohya(converted, lora_candidates(transformer), family)
     assert_same(back, tensors)
     assert told == {key: metadata[key] for key in ("format", CONFIG)}
 
@@ -136,7 +137,7 @@ def test_there_and_back_gives_the_same_bits(family, pattern, alpha, request):
 def test_an_untrained_adapter_whose_lora_b_is_zero_keeps_its_modules(flux):
     tensors, metadata = adapter(flux, r".*attn\.to_[qv]")
     tensors = {name: value * ("lora_A" in name) for name, value in tensors.items()}
-    assert_same(from_kohya(to_kohya(tensors, metadata, "flux")[0], lora_modules(flux), "flux")[0], tensors)
+    assert_same(from_kohya(to_kohya(tensors, metadata, "flux")[0], lora_candidates(flux), "flux")[0], tensors)
 
 
 def test_fused_layers_are_block_diagonal_with_alpha_over_rank_unchanged(flux):
@@ -155,7 +156,7 @@ def test_fused_layers_are_block_diagonal_with_alpha_over_rank_unchanged(flux):
 
 def test_diffusers_adds_the_same_to_a_tiny_flux_from_either_format(flux, flux_file):
     kohya = flux_file.with_name("kohya.safetensors")
-    convert_file(flux_file, kohya, "kohya", family="flux", module_names=lora_modules(flux))
+    convert_file(flux_file, kohya, "kohya", family="flux", module_names=lora_candidates(flux))
     expected = loaded_deltas(FluxPipeline, FluxTransformer2DModel(**FLUX), flux_file)
     assert_close(loaded_deltas(FluxPipeline, FluxTransformer2DModel(**FLUX), kohya), expected)
     assert_close(expected, deltas(load_file(flux_file), ALPHA / RANK))
@@ -187,10 +188,10 @@ def test_a_dense_fused_layer_of_another_trainer_reads_as_diffusers_reads_it(flux
         f"{name}.lora_up.weight": torch.randn(192, 6, generator=generator),
         f"{name}.alpha": torch.tensor(2.0),
     }
-    back, metadata = from_kohya(tensors, lora_modules(flux), "flux")
+    back, metadata = from_kohya(tensors, lora_candidates(flux), "flux")
     assert json.loads(metadata[CONFIG])["transformer.lora_alpha"] == 2
     assert_close(deltas(back, 2 / 6), deltas(FluxPipeline.lora_state_dict(dict(tensors)), 1))
-    again, _ = from_kohya(to_kohya(back, metadata, "flux")[0], lora_modules(flux), "flux")
+    again, _ = from_kohya(to_kohya(back, metadata, "flux")[0], lora_candidates(flux), "flux")
     assert_same(again, back)
 
 
@@ -199,7 +200,7 @@ def test_ranks_and_alphas_that_differ_reach_diffusers_through_patterns(flux, tmp
     most, metadata = adapter(flux, r"transformer_blocks\..*(to_q|net\.2)")
     few, few_metadata = adapter(flux, pattern, rank=2, alpha=1.0)
     kohya = to_kohya(most, metadata, "flux")[0] | to_kohya(few, few_metadata, "flux")[0]
-    tensors, told = from_kohya(kohya, lora_modules(flux), "flux")
+    tensors, told = from_kohya(kohya, lora_candidates(flux), "flux")
     write_tensor_file(tmp_path / "mixed.safetensors", tensors, told)
     loaded = loaded_deltas(FluxPipeline, FluxTransformer2DModel(**FLUX), tmp_path / "mixed.safetensors")
     expected = deltas(most, ALPHA / RANK) | deltas(few, 1 / 2)
@@ -211,7 +212,7 @@ def test_sana_reaches_diffusers_unchanged_through_either_prefix(sana, tmp_path):
     tensors, metadata = adapter(sana)
     kohya, _ = to_kohya(tensors, metadata, "sana")
     kohya = {name.replace("lora_unet_", "lora_transformer_"): value for name, value in kohya.items()}
-    write_tensor_file(tmp_path / "back.safetensors", *from_kohya(kohya, lora_modules(sana), "sana"))
+    write_tensor_file(tmp_path / "back.safetensors", *from_kohya(kohya, lora_candidates(sana), "sana"))
     loaded = loaded_deltas(SanaPipeline, SanaTransformer2DModel(**SANA), tmp_path / "back.safetensors")
     assert_close(loaded, deltas(tensors, ALPHA / RANK))
 
@@ -220,7 +221,7 @@ def test_diffusers_paths_are_read_for_flux_too(flux):
     tensors, metadata = adapter(flux)
     by_path, _ = to_kohya(tensors, metadata, "")
     by_path = {name.replace("lora_unet_", "lora_transformer_"): value for name, value in by_path.items()}
-    assert_same(from_kohya(by_path, lora_modules(flux), "flux")[0], tensors)
+    assert_same(from_kohya(by_path, lora_candidates(flux), "flux")[0], tensors)
 
 
 @pytest.mark.parametrize("family", ["flux", "sana"])
@@ -229,10 +230,10 @@ def test_a_file_there_and_back_is_the_same_file(family, request, tmp_path):
     source, kohya, back = (tmp_path / f"{name}.safetensors" for name in ("adapter", "kohya", "back"))
     write_tensor_file(source, *adapter(transformer))
     before = source.read_bytes()
-    convert_file(source, kohya, "kohya", family=family, module_names=lora_modules(transformer))
+    convert_file(source, kohya, "kohya", family=family, module_names=lora_candidates(transformer))
     with safe_open(kohya, "pt") as file:
         assert file.metadata() == {"format": "pt", "pocketdit.steps": "400", "pocketdit.cut": "1,1"}
-    convert_file(kohya, back, "peft", family=family, module_names=lora_modules(transformer))
+    convert_file(kohya, back, "peft", family=family, module_names=lora_candidates(transformer))
     assert source.read_bytes() == before == back.read_bytes()
 
 
@@ -242,7 +243,7 @@ def test_the_source_is_never_the_target(flux, flux_file):
     before = flux_file.read_bytes()
     for target in (flux_file, link):
         with pytest.raises(ValueError, match="Give another path"):
-            convert_file(flux_file, target, "kohya", family="flux", module_names=lora_modules(flux))
+            convert_file(flux_file, target, "kohya", family="flux", module_names=lora_candidates(flux))
     assert flux_file.read_bytes() == before
 
 
@@ -256,9 +257,9 @@ def test_what_cannot_be_read_or_is_of_another_model_is_refused_and_nothing_writt
         (flux_file, "sana", sana, r"adapter\.safetensors: \d+ of \d+ modules match none of the model's"),
     ]:
         with pytest.raises(ValueError, match=message):
-            convert_file(source, target, "kohya", family=family, module_names=lora_modules(modules))
+            convert_file(source, target, "kohya", family=family, module_names=lora_candidates(modules))
     with pytest.raises(ValueError, match=r"expected kohya keys alone .*, got peft keys"):
-        convert_file(flux_file, target, "peft", family="flux", module_names=lora_modules(flux))
+        convert_file(flux_file, target, "peft", family="flux", module_names=lora_candidates(flux))
     assert not target.exists()
 
 
@@ -342,11 +343,11 @@ def test_parts_of_a_fused_layer_with_different_ranks_are_refused(flux):
 def test_bad_kohya_adapters_are_refused(flux, changes, message):
     tensors, _ = to_kohya(*adapter(flux, r"x_embedder"), "flux")
     with pytest.raises(ValueError, match=message):
-        from_kohya(changed(tensors, **changes), lora_modules(flux), "flux")
+        from_kohya(changed(tensors, **changes), lora_candidates(flux), "flux")
 
 
 def test_a_file_without_tensors_is_refused(flux):
-    for convert in (lambda: to_kohya({}, {}, "flux"), lambda: from_kohya({}, lora_modules(flux), "flux")):
+    for convert in (lambda: to_kohya({}, {}, "flux"), lambda: from_kohya({}, lora_candidates(flux), "flux")):
         with pytest.raises(ValueError, match="got no LoRA keys"):
             convert()
 
@@ -362,7 +363,7 @@ def test_without_alpha_it_equals_the_rank_and_a_warning_says_so(flux, caplog):
     tensors, metadata = adapter(flux, r"x_embedder", alpha=float(RANK))
     kohya, _ = to_kohya(tensors, {}, "flux")
     assert kohya.pop("lora_unet_img_in.alpha") == RANK
-    back, told = from_kohya(kohya, lora_modules(flux), "flux")
+    back, told = from_kohya(kohya, lora_candidates(flux), "flux")
     assert_same(back, tensors)
     assert told[CONFIG] == metadata[CONFIG]
     assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
