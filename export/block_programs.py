@@ -5,13 +5,13 @@
     loss           (conditioning, weights, hidden, tail_residual, target) -> loss, grad_hidden
 
 Backward recomputes the block inside (checkpointing at block grain). Shapes are static; weights are inputs, so a program
-is made once per kind, whatever the depth.
+is made once per kind, whatever the depth. Linear weights come in pieces of their rows, in the type they are stored in.
 """
 
 import re
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,18 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.ops import FrozenLinears
+from export.ops import FrozenLinears, StoredWeight
+from export.quantize import SCALE, is_linear, row_pieces
 from runtime.errors import ExportError
 from runtime.manifest import Role, TensorSpec
 from runtime.tensor_file import DTYPE_NAMES
 
 Tensors = Mapping[str, Tensor]
-BlockFunction = Callable[[Tensor, Tensors, Tensors, FrozenLinears], Tensor]
+Weights = Mapping[str, Any]
+"""Tensors by name; a linear layer's weight is a `StoredWeight`."""
+BlockFunction = Callable[[Tensor, Tensors, Weights, FrozenLinears], Tensor]
 """(hidden (S, D), conditioning, weights, linear layers) -> hidden (S, D)."""
-PredictFunction = Callable[[Tensor, Tensors, Tensors], Tensor]
+PredictFunction = Callable[[Tensor, Tensors, Weights], Tensor]
 """(hidden (T, D) of the image tokens after the last block, conditioning, weights) -> prediction, of the target's shape."""
 
 
@@ -43,6 +46,7 @@ class BlockKind:
     """(S, D) float32: image tokens, after the prompt's where a family's blocks carry both."""
     conditioning: Tensors
     weights: Tensors
+    """As they are stored (export/quantize.py)."""
     lora: Tensors
     """`<layer>.lora_A` (R, I) and `<layer>.lora_B` (O, R)."""
 
@@ -106,42 +110,70 @@ def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
         kind: Function and example tensors.
         lora_scale: alpha / rank, a constant of the graph.
     """
-    groups: list[tuple[Role, Tensors]] = [
-        ("conditioning", kind.conditioning),
-        ("weight", kind.weights),
-        ("lora", kind.lora),
-        ("state", {"hidden": kind.hidden}),
-    ]
-    names = [list(tensors) for _, tensors in groups]
+    weights, lora_names = _WeightInputs(kind.weights), list(kind.lora)
+    num_conditioning, num_weights = len(kind.conditioning), len(weights.specs)
 
-    def unflatten(flat: tuple[Tensor, ...]) -> list[dict[str, Tensor]]:
-        values = iter(flat)
-        return [{name: next(values) for name in group} for group in names]
+    def run(hidden: Tensor, flat: Sequence[Tensor], lora: Sequence[Tensor]) -> Tensor:
+        conditioning = dict(zip(kind.conditioning, flat[:num_conditioning], strict=True))
+        rebuilt = weights.rebuild(flat[num_conditioning:])
+        linear = FrozenLinears(rebuilt, dict(zip(lora_names, lora, strict=True)), lora_scale)
+        return kind.function(hidden, conditioning, rebuilt, linear)
 
     def forward(*flat: Tensor) -> tuple[Tensor]:
-        conditioning, weights, lora, state = unflatten(flat)
-        return (kind.function(state["hidden"], conditioning, weights, FrozenLinears(weights, lora, lora_scale)),)
+        frozen, rest = flat[: num_conditioning + num_weights], flat[num_conditioning + num_weights :]
+        return (run(rest[-1], frozen, rest[:-1]),)
 
     def backward(*flat: Tensor) -> tuple[Tensor, ...]:
-        conditioning, weights, lora, state = unflatten(flat[:-1])
-        lora = {name: value.detach().requires_grad_(True) for name, value in lora.items()}
-        hidden = state["hidden"].detach().requires_grad_(True)
-        output = kind.function(hidden, conditioning, weights, FrozenLinears(weights, lora, lora_scale))
-        return torch.autograd.grad(output, [hidden, *lora.values()], flat[-1])
+        frozen, rest = flat[: num_conditioning + num_weights], flat[num_conditioning + num_weights :]
+        *lora, hidden = (value.detach().requires_grad_(True) for value in rest[:-1])
+        return torch.autograd.grad(run(hidden, frozen, lora), [hidden, *lora], rest[-1])
 
-    inputs = _specs(groups)
-    examples = tuple(value for _, tensors in groups for value in tensors.values())
-    state_spec = _specs([("state", {"hidden": kind.hidden})])
-    gradient: list[tuple[Role, Tensors]] = [("gradient", {"grad_output": kind.hidden})]
-    gradients: list[tuple[Role, Tensors]] = [
-        ("gradient", {"grad_hidden": kind.hidden} | {f"grad.{name}": value for name, value in kind.lora.items()})
-    ]
+    state: Tensors = {"hidden": kind.hidden}
+    inputs = (
+        _specs("conditioning", kind.conditioning) + weights.specs + _specs("lora", kind.lora) + _specs("state", state)
+    )
+    examples = (*kind.conditioning.values(), *weights.examples, *kind.lora.values(), kind.hidden)
+    gradients = {"grad_hidden": kind.hidden} | {f"grad.{name}": value for name, value in kind.lora.items()}
     return {
-        f"{kind.name}_forward": _export(forward, examples, inputs, state_spec, kind.name),
+        f"{kind.name}_forward": _export(forward, examples, inputs, _specs("state", state), kind.name),
         f"{kind.name}_backward": _export(
-            backward, (*examples, kind.hidden), inputs + _specs(gradient), _specs(gradients), kind.name
+            backward,
+            (*examples, kind.hidden),
+            inputs + _specs("gradient", {"grad_output": kind.hidden}),
+            _specs("gradient", gradients),
+            kind.name,
         ),
     }
+
+
+class _WeightInputs:
+    """The program inputs of stored weights: those of linear layers in pieces of their rows, with an axis of size 1 in
+    front, so that products take them without a copy."""
+
+    def __init__(self, weights: Tensors) -> None:
+        specs: list[TensorSpec] = []
+        examples: list[Tensor] = []
+        for name, value in weights.items():
+            if not is_linear(name, value):
+                specs += _specs("weight", {name: value})
+                examples.append(value)
+                continue
+            for start, end in row_pieces(*value.shape):
+                piece = value[start:end].unsqueeze(0)
+                specs += [replace(spec, rows=(start, end)) for spec in _specs("weight", {name: piece})]
+                examples.append(piece)
+        self.specs, self.examples = tuple(specs), tuple(examples)
+
+    def rebuild(self, flat: Sequence[Tensor]) -> dict[str, Any]:
+        """Inputs by name, in the order of `specs`, to what block functions take."""
+        whole: dict[str, Tensor] = {}
+        pieces: dict[str, list[Tensor]] = {}
+        for spec, value in zip(self.specs, flat, strict=True):
+            if spec.rows is None:
+                whole[spec.name] = value
+            else:
+                pieces.setdefault(spec.name, []).append(value)
+        return whole | {name: StoredWeight(tuple(values), whole.get(name + SCALE)) for name, values in pieces.items()}
 
 
 def example_tensors(tensors: Tensors) -> dict[str, Tensor]:
@@ -152,33 +184,29 @@ def example_tensors(tensors: Tensors) -> dict[str, Tensor]:
 def loss_method(head: LossHead) -> dict[str, Method]:
     """Exports `loss`: mean squared error between prediction and target, and its gradient with respect to the hidden
     state before the tail. The tail's part is the stored residual."""
-    groups: list[tuple[Role, Tensors]] = [
-        ("conditioning", head.conditioning),
-        ("weight", head.weights),
-        ("state", {"hidden": head.hidden}),
-        ("tail_residual", {"tail_residual": head.tail_residual}),
-        ("target", {"target": head.target}),
-    ]
-    num_conditioning, num_weights = len(head.conditioning), len(head.weights)
+    weights = _WeightInputs(head.weights)
+    num_conditioning = len(head.conditioning)
     num_prompt = head.hidden.shape[0] - head.tail_residual.shape[0]
 
     def loss(*flat: Tensor) -> tuple[Tensor, Tensor]:
         conditioning = dict(zip(head.conditioning, flat[:num_conditioning], strict=True))
-        weights = dict(zip(head.weights, flat[num_conditioning : num_conditioning + num_weights], strict=True))
         hidden, tail_residual, target = flat[-3:]
         image = hidden[num_prompt:].detach().requires_grad_(True)
-        value = (head.function(image + tail_residual, conditioning, weights) - target).pow(2).mean()
+        prediction = head.function(image + tail_residual, conditioning, weights.rebuild(flat[num_conditioning:-3]))
+        value = (prediction - target).pow(2).mean()
         (gradient,) = torch.autograd.grad(value, [image])
         if num_prompt:  # no prompt token reaches the prediction after the last middle block
             gradient = torch.cat([torch.zeros_like(hidden[:num_prompt]), gradient])
         return value.detach(), gradient
 
-    outputs: list[tuple[Role, Tensors]] = [
-        ("loss", {"loss": torch.zeros(())}),
-        ("gradient", {"grad_hidden": head.hidden}),
-    ]
-    examples = tuple(value for _, tensors in groups for value in tensors.values())
-    return {"loss": _export(loss, examples, _specs(groups), _specs(outputs), "loss")}
+    ends: dict[Role, Tensor] = {"state": head.hidden, "tail_residual": head.tail_residual, "target": head.target}
+    names = {"state": "hidden"}
+    inputs = _specs("conditioning", head.conditioning) + weights.specs
+    for role, value in ends.items():
+        inputs += _specs(role, {names.get(role, role): value})
+    outputs = _specs("loss", {"loss": torch.zeros(())}) + _specs("gradient", {"grad_hidden": head.hidden})
+    examples = (*head.conditioning.values(), *weights.examples, *ends.values())
+    return {"loss": _export(loss, examples, inputs, outputs, "loss")}
 
 
 class _Wrapper(torch.nn.Module):
@@ -209,10 +237,20 @@ def _export(
             return function(*inputs)
 
     graph = make_fx(recorded, tracing_mode="fake")(*examples)
+    _drop_detached(graph)
     with torch.no_grad():
         method = Method(torch.export.export(_Wrapper(graph), examples, strict=False), inputs, outputs, sources.lines)
     _require_closed(method, name)
     return method
+
+
+def _drop_detached(graph: torch.fx.GraphModule) -> None:
+    """Autograd detaches what it saves; in a program each would be a copy."""
+    for node in graph.graph.nodes:
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
 
 
 def _require_closed(method: Method, name: str) -> None:
@@ -240,9 +278,8 @@ def _require_closed(method: Method, name: str) -> None:
                 )
 
 
-def _specs(groups: list[tuple[Role, Tensors]]) -> tuple[TensorSpec, ...]:
+def _specs(role: Role, tensors: Tensors) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name=name, role=role, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape))  # type: ignore[arg-type]
-        for role, tensors in groups
         for name, value in tensors.items()
     )

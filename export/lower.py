@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
@@ -46,15 +46,10 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
     Raises:
         ExportError: An operator has no kernel in the runtime, or the program holds more than code.
     """
-    partitioner = []
-    if backend == "xnnpack":
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-
-        partitioner = [XnnpackPartitioner()]
     with _quiet():
         edge = to_edge_transform_and_lower(
             {name: method.program for name, method in methods.items()},
-            partitioner=partitioner,
+            partitioner=partitioners(backend),
             # The graphs hold gradients, which are outside the core ATen set that this validity check knows.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
@@ -78,6 +73,15 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
             for name, method in methods.items()
         },
     )
+
+
+def partitioners(backend: Backend) -> list[Any]:
+    """What hands operators to a backend."""
+    if backend == "portable":
+        return []
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    return [XnnpackPartitioner()]
 
 
 def runtime_operators() -> frozenset[str]:

@@ -37,7 +37,9 @@ def check_parity(bundle_dir: Path, indices: Iterable[int] = (0, 1, 2, 3)) -> Par
     bundle = Bundle(bundle_dir, verify_hashes=False)
     trainer = Trainer(bundle)
     samples = [trainer.read(index) for index in indices if index < len(trainer.samples)]
-    losses = [trainer.loss(sample, trainer.forward(sample)[1])[0] for sample in samples]
+    losses = [
+        trainer.loss(sample, state)[0] for sample, state in zip(samples, trainer.forward(samples)[1], strict=True)
+    ]
     parity = Parity(sum(losses) / len(losses), sum(sample.base_loss for sample in samples) / len(samples))
     tolerance = TOLERANCES[bundle.manifest.samples.dtype]
     if not parity.relative_error <= tolerance:

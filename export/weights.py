@@ -1,7 +1,8 @@
 """Writes the weights that travel: one safetensors file per middle block, the output layers, and the LoRA's start."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def block_file(index: int) -> str:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes one file, float32."""
-    write_tensor_file(path, {name: value.detach().float() for name, value in weights.items()}, {"format": "pt"})
+    """Writes one file."""
+    write_tensor_file(path, weights, {"format": "pt"})
 
 
 def lora_layers(block: nn.Module, module_path: str, targets: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def lora_layers(block: nn.Module, module_path: str, targets: str | tuple[str, ..
         Names within the block, in the order of its modules.
 
     Raises:
-        ValueError: A target matches a layer that cannot have LoRA.
+        ValueError: A target matches a layer that cannot have LoRA, or is no regular expression.
     """
     chosen = []
     for name, module in block.named_modules():
@@ -62,22 +63,38 @@ def can_have_lora(module: nn.Module) -> bool:
     return pointwise or isinstance(module, nn.Linear)
 
 
-def choose_layers(blocks: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Layers with LoRA of each block, by the block's module path.
+def choose_layers(
+    blocks: Mapping[str, nn.Module], targets: str | tuple[str, ...], trained: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Layers with LoRA of each trained block, by the block's module path.
+
+    Args:
+        blocks: All blocks of the transformer: a target may name layers that only blocks of another kind have.
+        targets: As for `lora_layers`.
+        trained: Paths of the blocks that are trained.
 
     Raises:
-        ValueError: A target matches no layer of any block, or one that cannot have LoRA.
+        ValueError: A target matches no layer of any block, or one that cannot have LoRA; or none matches a trained block.
     """
     layers = {path: lora_layers(block, path, targets) for path, block in blocks.items()}
     found = [f"{path}.{layer}" for path, names in layers.items() for layer in names]
     for target in [targets] if isinstance(targets, str) else targets:
         hits = found if isinstance(targets, str) else [n for n in found if f".{n}".endswith(f".{target}")]
         if not hits:
-            candidates = sorted({name for block in blocks.values() for name in lora_candidates(block)})
             raise ValueError(
-                f"LoRA target {target!r} matches no layer of the trained blocks; their layers are {', '.join(candidates)}."
+                f"LoRA target {target!r} matches no layer of any block; their layers are {_candidates(blocks.values())}."
             )
-    return layers
+    if not any(layers[path] for path in trained):
+        own = _candidates([blocks[path] for path in trained])
+        raise ValueError(
+            f"lora_targets {targets!r} match no layer of the trained blocks {trained[0]} to {trained[-1]}; their layers are "
+            f"{own}. Name some of these, or choose another cut."
+        )
+    return {path: layers[path] for path in trained}
+
+
+def _candidates(blocks: Iterable[nn.Module]) -> str:
+    return ", ".join(sorted({name for block in blocks for name in lora_candidates(block)}))
 
 
 def lora_candidates(module: nn.Module) -> list[str]:
@@ -87,6 +104,14 @@ def lora_candidates(module: nn.Module) -> list[str]:
 
 @cache
 def _peft_config(targets: str | tuple[str, ...]) -> LoraConfig:
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(
+                f"lora_targets: got {targets!r}, which is no regular expression ({error}). A single string is one for whole "
+                "module paths; give names of layers as a list."
+            ) from None
     return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
 
 
@@ -98,12 +123,25 @@ def initial_lora(
     Returns:
         `<layer>.lora_A` (R, I) and `<layer>.lora_B` (O, R), float32.
     """
+    require_rank(weights, layers, rank)
     lora = {}
     for layer in layers:
         out_features, in_features = weights[f"{layer}.weight"].shape
-        if rank > min(out_features, in_features):
-            raise ValueError(f"LoRA rank {rank} exceeds the size of {layer}, {out_features} x {in_features}.")
         bound = 1 / math.sqrt(in_features)
         lora[f"{layer}.lora_A"] = (torch.rand(rank, in_features, generator=generator) * 2 - 1) * bound
         lora[f"{layer}.lora_B"] = torch.zeros(out_features, rank)
     return lora
+
+
+def require_rank(weights: Mapping[str, Tensor], layers: Sequence[str], rank: int) -> None:
+    """Refuses a rank above the rank a layer of one block can have; the meta device is enough.
+
+    Raises:
+        ValueError: Names the layer and its size.
+    """
+    for layer in layers:
+        out_features, in_features = weights[f"{layer}.weight"].shape
+        if rank > min(out_features, in_features):
+            raise ValueError(
+                f"LoRA rank {rank} exceeds the size of {layer}, {out_features} x {in_features}. Lower export.lora_rank."
+            )

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ EXIT_REFUSED, EXIT_STOPPED = 2, 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0 done, 1 stopped on the way, 2 refused."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     _quiet_libraries()
     try:
@@ -43,6 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result, ensure_ascii=False))
     return EXIT_STOPPED if result.get("status") == "stopped" else 0
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--cut -1,3` as `--cut=-1,3`: argparse would take such a value for a flag and say that none was given."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and re.match(r"-\d", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("photos", type=Path, help="folder of photos")
     sub.add_argument("--prompt", help="instance prompt for photos without a caption")
-    sub.add_argument("--min-side", type=int, default=512, help="shorter side below which a photo is scaled up (512)")
+    sub.add_argument(
+        "--min-side", type=_positive, default=512, help="shorter side below which a photo is scaled up (512)"
+    )
 
     sub = command(
         "export",
@@ -86,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--model", help="folder in diffusers' layout, hub id, or tiny-base (default)")
     sub.add_argument("--prompt", help="instance prompt for photos without a caption")
     sub.add_argument("--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail")
-    sub.add_argument("--samples", type=int, help="size of the pool of patch samples (256)")
+    sub.add_argument(
+        "--weights", metavar="TYPE", help="how weights are stored: fp32 (default), fp16, bf16, int8 or int4"
+    )
     sub.add_argument("--dry-run", action="store_true", help="check everything, print sizes, write nothing")
     settings(sub)
 
@@ -104,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--patch", type=int, metavar="PX", help="side of the patches trained on")
     sub.add_argument(
-        "--budget", type=int, metavar="MIB", help="list the settings whose private memory fits, best first"
+        "--budget", type=_positive, metavar="MIB", help="list the settings whose private memory fits, best first"
     )
     settings(sub)
 
@@ -114,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("bundle", type=Path, help="bundle folder")
     sub.add_argument("--run", dest="run_dir", type=Path, help="run folder (runs/<bundle name>)")
     sub.add_argument("--steps", type=int, help="optimizer steps")
-    sub.add_argument("--budget", type=int, metavar="MIB", help="most private memory beyond the idle process, MiB")
+    sub.add_argument("--budget", type=_positive, metavar="MIB", help="most private memory beyond the idle process, MiB")
     sub.add_argument(
-        "--threads", type=int, help="threads of the block programs (all cores, or one where blocks are small)"
+        "--threads", type=_positive, help="threads of the block programs (all cores, or one where blocks are small)"
     )
     sub.add_argument("--dry-run", action="store_true", help="check the bundle, print the plan, write nothing")
     settings(sub)
@@ -185,7 +201,7 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         export__model=options.model,
         export__prompt=options.prompt,
         export__cut=options.cut,
-        export__samples=options.samples,
+        export__weights=options.weights,
     )
     from host.exporter import Exporter
     from host.residuals import processes
@@ -202,7 +218,8 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         f"patches {plan.patch_side} px of {plan.image_side} px, {plan.samples} samples: {plan.sample_bytes / MIB:.1f} MiB"
     )
     say(
-        f"weights {plan.weight_bytes / MIB:.1f} MiB, samples {plan.sample_bytes / MIB:.1f} MiB on flash; samples are "
+        f"weights ({config.export.weights}) {plan.weight_bytes / MIB:.1f} MiB, samples {plan.sample_bytes / MIB:.1f} MiB "
+        "on flash; samples are "
         f"{plan.sample_tflops:.3g} TFLOP, about {max(1.0, plan.sample_seconds):.0f} s here unless cached"
     )
     if options.dry_run:
@@ -216,9 +233,10 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         return {"status": "complete"}
     manifest, errors, parity = made
     if config.export.sample_dtype != "fp32":
+        worst = sorted(errors.items(), key=lambda item: -item[1])[:3]
         say(
-            f"stored as {config.export.sample_dtype}, relative error: "
-            + ", ".join(f"{n} {e:.1e}" for n, e in errors.items())
+            f"stored as {config.export.sample_dtype}, largest of {len(errors)} relative errors: "
+            + ", ".join(f"{n} {e:.1e}" for n, e in worst)
         )
     say(f"parity: loss {parity.program_loss:.6f} through the programs, {parity.base_loss:.6f} in the base model")
     size = sum(file.bytes for file in manifest.files.values())
@@ -276,21 +294,31 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if options.dry_run:
         bundle = Bundle(options.bundle)
         planned = trainer.planned_private_bytes(bundle)
+        if options.budget is not None and planned > options.budget * MIB:
+            raise ValueError(
+                f"Training {options.bundle} takes at least {planned / MIB:.0f} MiB of private memory, the budget is "
+                f"{options.budget} MiB. Raise --budget, or export with fewer prompt tokens or a smaller patch."
+            )
         say(f"{options.bundle} is whole: {len(bundle.manifest.blocks)} blocks, {bundle.manifest.samples.count} samples")
         say(
             f"{settings.steps} steps of {settings.accumulation} samples; planned private memory {planned / MIB:.1f} MiB"
         )
         return {"status": "dry-run", "planned_private_bytes": planned, "settings": encode(settings)}
-    stop = _stop_on_signal()
-    run = trainer.train(
-        options.bundle,
-        run_dir,
-        settings,
-        budget_mib=options.budget,
-        threads=options.threads,
-        on_step=_StepLine(settings.steps, show=not options.json),
-        should_stop=stop,
-    )
+    stop, line = _stop_on_signal(), _StepLine(settings.steps, show=not options.json)
+    try:
+        run = trainer.train(
+            options.bundle,
+            run_dir,
+            settings,
+            budget_mib=options.budget,
+            threads=options.threads,
+            on_step=line,
+            should_stop=stop,
+        )
+    except BudgetExceededError as error:
+        if line.started:
+            raise
+        raise ValueError(str(error)) from None  # the plan alone was above the budget
     if run["status"] == "complete":
         say(f"adapter {run_dir / trainer.ADAPTER}. Next: pocketdit generate {run_dir}")
     else:
@@ -304,11 +332,14 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
         generate__prompts=options.prompt,
         generate__seeds=options.seeds,
     )
+    from host.generate import compared, generate
+
     say = _printer(options)
     if options.dry_run:
-        return {"status": "dry-run", "settings": encode(config.generate)}
-    from host.generate import generate
-
+        asked, seeds = compared(options.run_dir, config.generate), config.generate.seeds
+        count = len(asked.prompts) * len(seeds)
+        say(f"pictures of {asked.image_side} px, {count} by base and {count} by adapter: {', '.join(asked.prompts)}")
+        return {"status": "dry-run", "settings": encode(config.generate), "image_side": asked.image_side}
     result = generate(options.run_dir, config.generate)
     similarity = result["similarity"]
     say(
@@ -368,6 +399,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -383,6 +415,11 @@ class _StepLine:
     def __init__(self, steps: int, *, show: bool) -> None:
         self._steps, self._show = steps, show
         self._printed, self._started, self._first = 0.0, time.monotonic(), 0
+
+    @property
+    def started(self) -> bool:
+        """Whether a step was taken."""
+        return self._first > 0
 
     def __call__(self, row: dict[str, Any]) -> None:
         step = row["step"]
@@ -417,6 +454,16 @@ def _cut(text: str) -> tuple[int, int]:
     if len(values) != 2:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected two numbers such as 4,3")
     return values[0], values[1]
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return value
 
 
 def _integers(text: str) -> tuple[int, ...]:

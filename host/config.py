@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import SchemaError
-from runtime.manifest import TrainingSpec
+from runtime.manifest import TrainingSpec, WeightFormat
 from runtime.schema import decode
 
 PatchPolicy = Literal["low-to-high", "high-to-low", "random", "resize", "full"]
@@ -57,6 +57,9 @@ class ExportConfig:
     """Tokens of a prompt; None is what the model was trained with. Padding counts in FLUX (512), where fewer are faster."""
     guidance: float = 3.5
     """What guidance-distilled models (FLUX.1-dev, SANA-Sprint) are told during training; others ignore it."""
+    weights: WeightFormat = "fp32"
+    """How the bundle stores linear weights: fp32, int8 (a quarter of the bytes), int4 (an eighth), fp16, bf16. fp16 and bf16
+    are widened outside XNNPACK, a whole block at a time, which takes as much private memory as the block in fp32."""
     backend: Literal["xnnpack", "portable"] = "xnnpack"
     """Kernels of the block programs."""
     batch_size: int = 8
@@ -68,6 +71,7 @@ class ExportConfig:
         for name in ("samples", "lora_rank", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        _require_sides(image_side=self.image_side, patch_side=self.patch_side)
         for name in ("lora_alpha", "sigma_shift"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
@@ -103,6 +107,13 @@ class GenerateConfig:
             raise ValueError(f"steps: got {self.steps}, expected at least 1")
         if not self.seeds:
             raise ValueError("seeds: got none, expected at least one")
+        _require_sides(image_side=self.image_side)
+
+
+def _require_sides(**sides: int | None) -> None:
+    for name, side in sides.items():
+        if side is not None and side < 1:
+            raise ValueError(f"{name}: got {side}, expected at least 1 pixel; leave it out for the default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from optimum.utils import DummyVisionInputGenerator
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from export import block_programs, lower, ops, weights
+from export import block_programs, lower, ops, quantize, weights, workspace
 from export.bundle import assemble_bundle, require_replaceable
 from export.parity import Parity, check_parity
-from host import frozen_base, patches, residuals
+from host import frozen_base, patches, residuals, schedule
 from host.cache import cached_stage, is_whole, new_stage, stage_folder, stage_key
 from host.config import Config, ExportConfig
 from host.models import ModelFolder, PromptStates
-from host.models.base import spatial_factor
 from host.photos import Photo, load_photos
 from runtime import __version__, manifest
 from runtime.bundle import sha256_file
@@ -58,7 +57,7 @@ class ExportPlan:
     sample_bytes: int
     """Size of the sample store, bytes."""
     weight_bytes: int
-    """Size of the middle blocks' weights, bytes, float32."""
+    """Size of the middle blocks' weights as they are stored, bytes."""
     sample_tflops: float
     """Work of making the samples, multiply-adds as two."""
     sample_seconds: float
@@ -87,6 +86,7 @@ class Exporter:
                 f"Skip at most {len(self.blocks) - 1}."
             )
         self._resolve_sides()
+        self.model.require_whole()
         self.photos: list[Photo] = load_photos(
             photos_dir,
             min_side=self.image_side,
@@ -96,27 +96,27 @@ class Exporter:
         )
         self.middle = range(self.cut[0], len(self.blocks) - self.cut[1])
         layers = weights.choose_layers(
-            {self.blocks[i].module: self.skeleton.get_submodule(self.blocks[i].module) for i in self.middle},
+            {block.module: self.skeleton.get_submodule(block.module) for block in self.blocks},
             settings.lora_targets,
+            [self.blocks[i].module for i in self.middle],
         )
         self.layers = dict(zip(self.middle, layers.values(), strict=True))
+        for i in self.middle:
+            weights.require_rank(self._block_weights(i), self.layers[i], settings.lora_rank)
         self.kinds = program_kinds({i: (self.blocks[i].kind, self.layers[i]) for i in self.middle})
 
     def _resolve_sides(self) -> None:
         settings = self.config.export
         config = self.model.normalized_config
-        self.factor = spatial_factor(self.model.load("vae"), config.num_channels)
+        self.factor = self.model.latent_factor
         self.multiple = self.factor * config.patch_size
-        self.image_side = settings.image_side or config.image_size * self.factor
+        self.image_side = config.image_size * self.factor if settings.image_side is None else settings.image_side
         full = settings.patch_policy == "full"
-        self.patch_side = settings.patch_side or (
-            self.image_side if full else patches.default_side(self.image_side, self.multiple)
-        )
+        self.patch_side = settings.patch_side if settings.patch_side is not None else self.image_side
+        if settings.patch_side is None and not full:
+            self.patch_side = patches.default_side(self.image_side, self.multiple)
         for name, side in (("image_side", self.image_side), ("patch_side", self.patch_side)):
-            if side < self.multiple or side % self.multiple:
-                raise ValueError(
-                    f"{name}: got {side}, expected a multiple of {self.multiple} (autoencoder x patch) pixels."
-                )
+            patches.require_side(name, side, self.multiple)
         if self.patch_side > self.image_side:
             raise ValueError(f"patch_side {self.patch_side} exceeds image_side {self.image_side}.")
         if full and self.patch_side != self.image_side:
@@ -140,7 +140,8 @@ class Exporter:
             for name, value in frozen_base.sample_tensors(self.model, out).items()
             if name not in self.model.adapter.prompt_inputs
         )
-        weight_bytes = sum(4 * value.numel() for i in self.middle for value in self._block_weights(i).values())
+        stored = (quantize.stored(self._block_weights(i), self.config.export.weights) for i in self.middle)
+        weight_bytes = sum(value.nbytes for block in stored for value in block.values())
         return ExportPlan(
             model=self.model.name,
             family=self.model.adapter.family,
@@ -173,7 +174,7 @@ class Exporter:
         samples_dir = self._samples_stage(self._samples_key(base_hash), on_stage)
         if not state.is_main_process:
             return None
-        weights_dir = self._stage("weights", self._weights_key(base_hash), self._make_weights, on_stage)
+        weights_dir = self._stage("weights", self._weights_key(), self._make_weights, on_stage)
         programs_dir = self._stage("programs", self._programs_key(), self._make_programs, on_stage)
         start = time.perf_counter()
         shards = sorted(samples_dir.glob("samples-*.safetensors"))
@@ -216,16 +217,18 @@ class Exporter:
 
     def _samples_key(self, base_hash: str) -> dict[str, Any]:
         settings: dict[str, Any] = encode(self.config.export)
-        for irrelevant in ("model", "batch_size", "backend", "on_bad_photo", "lora_rank", "lora_alpha", "lora_targets"):
+        programs_only = ("backend", "weights", "lora_rank", "lora_alpha", "lora_targets")
+        for irrelevant in ("model", "batch_size", "on_bad_photo", *programs_only):
             del settings[irrelevant]
         tensors = frozen_base.sample_tensors(self.model, self._example)
         return settings | {
             "tensors": {name: list(value.shape[1:]) for name, value in tensors.items()},
             "schema": SAMPLES_SCHEMA,
-            "transformer": base_hash,
-            "vae": self.model.sha256("vae"),
-            "text_encoder": self.model.sha256("text_encoder"),
-            "tokenizer": self.model.sha256("tokenizer"),
+            "model": base_hash,
+            "sources": _source_hash(
+                *(module.__file__ for module in (residuals, frozen_base, patches, schedule)),
+                *self.model.adapter_files(),
+            ),
             "photos": [[photo.name, photo.sha256, photo.caption] for photo in self.photos],
             "cut": list(self.cut),
             "sides": [self.patch_side, self.image_side, self.multiple],
@@ -284,16 +287,17 @@ class Exporter:
         prepared = patches.prepare(first.image, self.image_side)
         patches.crops_figure(prepared, crops, self.patch_side).save(folder / Path(CROPS_PREVIEW).name)
 
-    def _weights_key(self, base_hash: str) -> dict[str, Any]:
+    def _weights_key(self) -> dict[str, Any]:
         settings = self.config.export
         return {
             "schema": manifest.SCHEMA,
-            "transformer": base_hash,
+            "transformer": self.model.sha256("transformer"),
             "cut": list(self.cut),
             "rank": settings.lora_rank,
             "layers": {str(i): layers for i, layers in self.layers.items()},
             "seed": settings.seed,
-            "sources": _source_hash(weights.__file__),
+            "format": settings.weights,
+            "sources": _source_hash(weights.__file__, quantize.__file__, *self.model.adapter_files()),
         }
 
     def _make_weights(self, folder: Path) -> None:
@@ -303,10 +307,13 @@ class Exporter:
         for index in self.middle:
             with self.model.block(transformer, index):
                 block = self.model.adapter.block_weights(transformer, index, self.layers[index])
-                weights.save_weights(folder / weights.block_file(index), block)
-            lora = weights.initial_lora(block, self.layers[index], self.config.export.lora_rank, generator)
+                path = folder / weights.block_file(index)
+                weights.save_weights(path, quantize.stored(block, self.config.export.weights))
+                lora = weights.initial_lora(block, self.layers[index], self.config.export.lora_rank, generator)
+                del block  # or its weights would still be held while the next block's are loaded
             init |= {f"{self.blocks[index].module}.{name}.weight": value for name, value in lora.items()}
-        weights.save_weights(folder / weights.LOSS_FILE, self.model.adapter.predict_weights(transformer))
+        output = quantize.stored(self.model.adapter.predict_weights(transformer), "fp32")
+        weights.save_weights(folder / weights.LOSS_FILE, output)
         weights.save_weights(folder / weights.LORA_FILE, init)
 
     def _programs_key(self) -> dict[str, Any]:
@@ -325,9 +332,13 @@ class Exporter:
                 {self.kinds[i]: self.layers[i] for i in self.middle},
             ],
             "backend": settings.backend,
+            "weights": settings.weights,
             "torch": torch.__version__,
             "executorch": lower.VERSION,
-            "sources": _source_hash(block_programs.__file__, lower.__file__, ops.__file__, self.model.adapter_file()),
+            "sources": _source_hash(
+                *(module.__file__ for module in (block_programs, lower, ops, quantize, workspace)),
+                *self.model.adapter_files(),
+            ),
         }
 
     def _make_programs(self, folder: Path) -> None:
@@ -345,7 +356,7 @@ class Exporter:
                 conditioning=block_programs.example_tensors(
                     {name: value[0] for name, value in example.block_inputs[index].items()}
                 ),
-                weights=block,
+                weights=block_programs.example_tensors(quantize.stored(self._block_weights(index), settings.weights)),
                 lora=weights.initial_lora(block, self.layers[index], settings.lora_rank, torch.Generator()),
             )
             methods |= block_programs.block_methods(kind, settings.lora_alpha / settings.lora_rank)
@@ -361,6 +372,7 @@ class Exporter:
             )
         )
         spec = lower.lower(methods, folder / lower.FILE_NAME, settings.backend)
+        spec = replace(spec, workspace_bytes=workspace.measure(folder / lower.FILE_NAME, spec))
         (folder / "spec.json").write_text(json.dumps(encode(spec)))
 
     def _block_weights(self, index: int) -> dict[str, torch.Tensor]:
@@ -428,6 +440,7 @@ class Exporter:
                 for i in self.middle
             ),
             programs=programs,
+            weights=settings.weights,
             loss_file=weights.LOSS_FILE,
             lora=manifest.LoraSpec(
                 rank=settings.lora_rank,

@@ -3,7 +3,10 @@
 Reads a run folder and its bundle's previews, writes `pictures/` and `pictures/pictures.json` into the run folder.
 """
 
+import gc
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from tqdm import tqdm
 
 from host.config import GenerateConfig
 from host.evaluate import subject_similarity
-from host.models import ModelFolder
-from host.models.base import decode_latents, spatial_factor
+from host.models import ModelFolder, PromptStates
+from host.models.base import decode_latents
 from host.models.folder import load_lora
+from host.patches import require_side
 from host.residuals import noise_of, processes
 from runtime import atomic
 from runtime.errors import BundleError
@@ -27,16 +31,28 @@ from runtime.trainer import ADAPTER
 MAX_BATCH = 8
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What a run's pictures are drawn from."""
+
+    bundle_dir: Path
+    bundle: BundleManifest
+    model: ModelFolder
+    adapter_path: Path
+    prompts: tuple[str, ...]
+    image_side: int
+    """Pixels."""
+
+
 def draw(
     model: ModelFolder,
-    prompts: list[str],
-    seeds: list[int],
+    prompts: Sequence[str],
+    seeds: Sequence[int],
     *,
     transformer: Any,
     steps: int,
     guidance: float,
     image_side: int,
-    prompt_tokens: int | None = None,
     label: str,
 ) -> list[Image.Image]:
     """Draws one picture per (prompt, seed) pair.
@@ -49,49 +65,19 @@ def draw(
         steps: Denoising steps.
         guidance: Classifier-free guidance.
         image_side: Pixels.
-        prompt_tokens: Tokens of a prompt; None is what the model was trained with.
         label: Of the progress bar.
     """
-    device = processes().device
-    vae, transformer = model.load("vae"), transformer.to(device)
-    unique = sorted(set(prompts))
-    states = model.encode_prompts(unique, max_tokens=prompt_tokens)
-    guided = model.adapter.takes_negative(model.normalized_config)
-    nothing = model.encode_prompts([""], max_tokens=prompt_tokens, negative=True) if guided else None
-    channels = model.normalized_config.num_channels
-    side = image_side // spatial_factor(vae, channels)
-    vae = vae.to(device)
-    pictures: list[Image.Image] = []
-    for start in tqdm(range(0, len(prompts), MAX_BATCH), desc=label, leave=False):
-        rows = range(start, min(start + MAX_BATCH, len(prompts)))
-        noise = torch.stack([noise_of(seeds[i], (channels, side, side)) for i in rows])
-        positive = states[[unique.index(prompts[i]) for i in rows]]
-        negative = nothing[[0] * len(rows)] if nothing else None
-        with torch.no_grad():
-            latents = model.denoise(
-                transformer,
-                positive.to(device),
-                negative.to(device) if negative else None,
-                noise.to(device),
-                steps=steps,
-                guidance=guidance,
-            )
-            pictures += [_picture(pixels) for pixels in decode_latents(vae, latents)]
-    return pictures
+    encoded = _encoded(model, prompts, None)
+    noise = _noise(model, seeds, image_side)
+    latents = _denoised(model, transformer, encoded, noise, steps=steps, guidance=guidance, label=label)
+    return _decoded(model.load("vae"), latents)
 
 
-def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
-    """Draws the comparison of a run: each prompt and seed by the base and by the adapter.
-
-    Args:
-        run_dir: A run with an adapter.
-        config: Prompts, seeds and sampler settings.
-
-    Returns:
-        The content of `pictures.json`; similarities are to the bundle's photos.
+def compared(run_dir: Path, config: GenerateConfig) -> Comparison:
+    """Checks a run and what is asked of it; loads no weights.
 
     Raises:
-        ValueError: The run has no adapter, or its base model changed since the export.
+        ValueError: The run has no adapter, its base model is broken or changed since the export, or the side is unfit.
     """
     run = json.loads((run_dir / "run.json").read_text(encoding="utf-8")) if (run_dir / "run.json").is_file() else None
     if run is None:
@@ -102,29 +88,56 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     bundle_dir = Path(run["bundle"])
     bundle = read_manifest(bundle_dir)
     model = ModelFolder(bundle.base.model, bundle.base.revision, bundle.base.variant)
+    side = int(bundle.export["image_side"]) if config.image_side is None else config.image_side
+    require_side("image_side", side, model.latent_factor * model.normalized_config.patch_size)
+    model.require_whole()
     if model.sha256() != bundle.base.sha256:
         raise BundleError(
             f"{bundle.base.model} is not the model this bundle was cut from: its hash differs. Export again."
         )
-    prompts = list(config.prompts) or [bundle.subject.instance_prompt]
+    return Comparison(
+        bundle_dir=bundle_dir,
+        bundle=bundle,
+        model=model,
+        adapter_path=adapter_path,
+        prompts=config.prompts or (bundle.subject.instance_prompt,),
+        image_side=side,
+    )
+
+
+def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
+    """Draws the comparison of a run: each prompt and seed by the base and by the adapter.
+
+    Text encoders, transformer and autoencoder are in memory one after the other.
+
+    Args:
+        run_dir: A run with an adapter.
+        config: Prompts, seeds and sampler settings.
+
+    Returns:
+        The content of `pictures.json`; similarities are to the bundle's photos.
+
+    Raises:
+        ValueError: As `compared`.
+    """
+    asked = compared(run_dir, config)
+    model, bundle, prompts = asked.model, asked.bundle, asked.prompts
     pairs = [(prompt, seed) for prompt in prompts for seed in config.seeds]
-    side = config.image_side or int(bundle.export["image_side"])
-    transformer, pictures = model.load("transformer"), {}
+    encoded = _encoded(model, [prompt for prompt, _ in pairs], bundle.export.get("prompt_tokens"))
+    noise = _noise(model, [seed for _, seed in pairs], asked.image_side)
+    transformer, latents = model.load("transformer"), {}
     for kind in ("base", "adapter"):
         if kind == "adapter":
-            load_lora(model.adapter, transformer, adapter_path)
-        pictures[kind] = draw(
-            model,
-            [prompt for prompt, _ in pairs],
-            [seed for _, seed in pairs],
-            transformer=transformer,
-            steps=config.steps,
-            guidance=config.guidance,
-            image_side=side,
-            prompt_tokens=bundle.export.get("prompt_tokens"),
-            label=f"pictures of the {kind}",
+            load_lora(model.adapter, transformer, asked.adapter_path)
+        label = f"pictures of the {kind}"
+        latents[kind] = _denoised(
+            model, transformer, encoded, noise, steps=config.steps, guidance=config.guidance, label=label
         )
-    photos = [Image.open(bundle_dir / photo.preview) for photo in bundle.subject.photos]
+    del transformer
+    gc.collect()
+    vae = model.load("vae")
+    pictures = {kind: _decoded(vae, made) for kind, made in latents.items()}
+    photos = [Image.open(asked.bundle_dir / photo.preview) for photo in bundle.subject.photos]
     similarity = {kind: subject_similarity(images, photos) for kind, images in pictures.items()}
     items = []
     for number, (prompt, seed) in enumerate(pairs):
@@ -138,12 +151,64 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     result = {
         "steps": config.steps,
         "guidance": config.guidance,
-        "size": side,
+        "size": pictures["base"][0].width,
         "items": items,
         "similarity": {kind: round(float(values.mean()), 4) for kind, values in similarity.items()},
     }
     atomic.write_json(run_dir / "pictures" / "pictures.json", result)
     return result
+
+
+def _encoded(
+    model: ModelFolder, prompts: Sequence[str], max_tokens: int | None
+) -> tuple[PromptStates, PromptStates | None]:
+    """States of N prompts, and of no prompt N times where the model takes a negative one."""
+    unique = sorted(set(prompts))
+    states = model.encode_prompts(unique, max_tokens=max_tokens)[[unique.index(prompt) for prompt in prompts]]
+    if not model.adapter.takes_negative(model.normalized_config):
+        return states, None
+    return states, model.encode_prompts([""], max_tokens=max_tokens, negative=True)[[0] * len(prompts)]
+
+
+def _noise(model: ModelFolder, seeds: Sequence[int], image_side: int) -> Tensor:
+    side = image_side // model.latent_factor
+    return torch.stack([noise_of(seed, (model.normalized_config.num_channels, side, side)) for seed in seeds])
+
+
+@torch.no_grad()
+def _denoised(
+    model: ModelFolder,
+    transformer: Any,
+    encoded: tuple[PromptStates, PromptStates | None],
+    noise: Tensor,
+    *,
+    steps: int,
+    guidance: float,
+    label: str,
+) -> Tensor:
+    """Latents (N, C, h, w), on the CPU."""
+    device = processes().device
+    transformer = transformer.to(device)
+    parts = []
+    for rows in tqdm(_rows(len(noise)), desc=label, leave=False):
+        positive, negative = (states[rows].to(device) if states else None for states in encoded)
+        assert positive is not None
+        latents = model.denoise(transformer, positive, negative, noise[rows].to(device), steps=steps, guidance=guidance)
+        parts.append(latents.cpu())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def _decoded(vae: Any, latents: Tensor) -> list[Image.Image]:
+    device = processes().device
+    vae = vae.to(device)
+    return [
+        _picture(pixels) for rows in _rows(len(latents)) for pixels in decode_latents(vae, latents[rows].to(device))
+    ]
+
+
+def _rows(count: int) -> list[list[int]]:
+    return [list(range(start, min(start + MAX_BATCH, count))) for start in range(0, count, MAX_BATCH)]
 
 
 def _taught(bundle: BundleManifest) -> set[str]:

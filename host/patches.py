@@ -100,6 +100,19 @@ def default_side(image_side: int, multiple: int) -> int:
     return max(1, image_side // 2 // multiple) * multiple
 
 
+def require_side(name: str, side: int, multiple: int) -> None:
+    """Refuses sides that are not made of whole tokens.
+
+    Raises:
+        ValueError: Says which setting.
+    """
+    if side < multiple or side % multiple:
+        lower = max(1, side // multiple) * multiple
+        raise ValueError(
+            f"{name}: got {side}, expected a multiple of {multiple} (autoencoder x patch) pixels, such as {lower}."
+        )
+
+
 def prepared_size(size: tuple[int, int], side_max: int) -> tuple[int, int]:
     """Width and height of a photo after `prepare`: the shorter side is `side_max`, the aspect is kept."""
     if min(*size, side_max) < 1:

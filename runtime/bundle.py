@@ -74,9 +74,20 @@ def sha256_file(path: Path) -> str:
 
 
 def _check_weights(file: TensorFile, method: MethodSpec) -> None:
+    ends: dict[str, int] = {}
     for spec in method.inputs:
-        if spec.role == "weight" and (got := file.spec(spec.name)) != (spec.dtype, spec.shape):
+        if spec.role != "weight":
+            continue
+        dtype, shape = file.spec(spec.name)
+        expected = spec.shape
+        if spec.rows is not None:  # in pieces; together they must be the whole
+            ends[spec.name] = max(spec.rows[1], ends.get(spec.name, 0))
+            expected = (*shape[:1], *spec.shape[2:])
+        if (dtype, shape) != (spec.dtype, expected):
             raise BundleError(
-                f"{file.path}: {spec.name} is {got[0]} {list(got[1])}, the program takes {spec.dtype} {list(spec.shape)}. "
+                f"{file.path}: {spec.name} is {dtype} {list(shape)}, the program takes {spec.dtype} {list(expected)}. "
                 "Export the bundle again."
             )
+    for name, end in ends.items():
+        if (rows := file.spec(name)[1][0]) != end:
+            raise BundleError(f"{file.path}: {name} has {rows} rows, the program takes {end}. Export the bundle again.")

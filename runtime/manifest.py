@@ -17,6 +17,8 @@ FILE_NAME = "manifest.json"
 
 Role = Literal["state", "conditioning", "tail_residual", "target", "weight", "lora", "gradient", "loss"]
 DType = Literal["float32", "bfloat16", "float16", "int8", "int32"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+"""How frozen linear weights are stored, see export/quantize.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,8 @@ class TensorSpec:
     """Where the runtime finds it: the sample, the block's weight file, the LoRA, or the call before."""
     dtype: DType
     shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    """Of a linear weight: first row and end in the stored tensor; the shape then has an axis of size 1 in front."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,8 @@ class ProgramSpec:
     file: str
     backend: Literal["xnnpack", "portable"]
     methods: dict[str, MethodSpec]
+    workspace_bytes: int = 0
+    """Private memory XNNPACK takes beside the arenas, one workspace for all methods; measured at export."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +190,8 @@ class BundleManifest:
     cut: CutSpec
     blocks: tuple[BlockSpec, ...]
     programs: ProgramSpec
+    weights: WeightFormat = "fp32"
+    """How the frozen linear weights of the blocks are stored."""
     loss_file: str
     """Weights of the `loss` method: the base model's output layers."""
     lora: LoraSpec

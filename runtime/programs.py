@@ -109,6 +109,8 @@ def arguments(method: str, spec: MethodSpec, inputs: Mapping[str, torch.Tensor])
         value = inputs.get(tensor.name)
         if value is None:
             raise ContractError(f"{method}: input {tensor.name!r} is missing.")
+        if tensor.rows is not None:
+            value = value[slice(*tensor.rows)].unsqueeze(0)
         if (DTYPE_NAMES.get(value.dtype), tuple(value.shape)) != (
             tensor.dtype,
             tensor.shape,

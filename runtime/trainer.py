@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -60,13 +60,13 @@ class Trainer:
         self.sample_bytes = 0
         self.split_s = dict.fromkeys(("read", "forward", "backward", "optimizer"), 0.0)
 
-    def forward(self, sample: Sample) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Runs the middle blocks forward.
+    def forward(self, samples: Sequence[Sample]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """Runs the middle blocks forward, each block on all samples before the next.
 
         Returns:
-            The input (S, D) of each block, kept for the backward pass, and the last block's output (S, D).
+            For each block the input (S, D) of each sample, kept for the backward pass; the last block's outputs (S, D).
         """
-        hidden = sample.tensors["hidden"]
+        hidden = [sample.tensors["hidden"] for sample in samples]
         block_inputs = []
         for position, block in enumerate(self.blocks):
             self.weights.prefetch(position + 1)
@@ -74,8 +74,11 @@ class Trainer:
                 weights = self.weights.acquire(position)
             block_inputs.append(hidden)
             with self._phase("forward"):
-                inputs = self._inputs(sample, position) | weights | {"hidden": hidden}
-                hidden = self.programs.call(f"{block.kind}_forward", inputs)["hidden"].clone()
+                inputs = [self._inputs(sample, position) | weights for sample in samples]
+                hidden = [
+                    self.programs.call(f"{block.kind}_forward", own | {"hidden": state})["hidden"].clone()
+                    for own, state in zip(inputs, hidden, strict=True)
+                ]
             del weights, inputs
             self.weights.release(position)
         return block_inputs, hidden
@@ -86,34 +89,42 @@ class Trainer:
             outputs = self.programs.call("loss", sample.tensors | self._loss_weights | {"hidden": hidden})
             return float(outputs["loss"]), outputs["grad_hidden"].clone()
 
-    def accumulate(self, sample: Sample, scale: float) -> float:
-        """Adds `scale` times this sample's gradient to the LoRA's and returns the sample's loss.
+    def accumulate(self, samples: Sequence[Sample], scale: float) -> list[float]:
+        """Adds `scale` times each sample's gradient to the LoRA's and returns the samples' losses.
+
+        One pass over the weights serves all samples; the sum is the same, bit for bit, as of one sample after the other.
 
         Raises:
-            NonFiniteLossError: The loss is NaN or infinite.
+            NonFiniteLossError: A loss is NaN or infinite.
         """
         self.weights.prefetch(0)
-        block_inputs, hidden = self.forward(sample)
-        loss, gradient = self.loss(sample, hidden)
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"The loss of sample {sample.identity.index} ({sample.identity.photo}, sigma {sample.identity.sigma:.3f}) is "
-                f"{loss}. Nothing of this step is saved; resume with a lower learning rate in a new run folder."
-            )
+        block_inputs, hidden = self.forward(samples)
+        losses, gradients = [], []
+        for sample, state in zip(samples, hidden, strict=True):
+            loss, gradient = self.loss(sample, state)
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(
+                    f"The loss of sample {sample.identity.index} ({sample.identity.photo}, sigma {sample.identity.sigma:.3f}) "
+                    f"is {loss}. Nothing of this step is saved; resume with a lower learning rate in a new run folder."
+                )
+            losses.append(loss)
+            gradients.append(gradient)
+        del hidden
         for position in range(len(self.blocks) - 1, -1, -1):
             self.weights.prefetch(position - 1)
             with self._phase("read"):
                 weights = self.weights.acquire(position)
             with self._phase("backward"):
-                inputs = self._inputs(sample, position) | weights
-                inputs |= {"hidden": block_inputs.pop(), "grad_output": gradient}
-                outputs = self.programs.call(f"{self.blocks[position].kind}_backward", inputs)
-                gradient = outputs.pop("grad_hidden").clone()
-                for name, value in outputs.items():
-                    self.lora.add_gradient(position, name.removeprefix("grad."), value, scale)
+                for number, (sample, state) in enumerate(zip(samples, block_inputs.pop(), strict=True)):
+                    inputs = self._inputs(sample, position) | weights
+                    inputs |= {"hidden": state, "grad_output": gradients[number]}
+                    outputs = self.programs.call(f"{self.blocks[position].kind}_backward", inputs)
+                    gradients[number] = outputs.pop("grad_hidden").clone()
+                    for name, value in outputs.items():
+                        self.lora.add_gradient(position, name.removeprefix("grad."), value, scale)
             del weights, inputs
             self.weights.release(position)
-        return loss
+        return losses
 
     def _inputs(self, sample: Sample, position: int) -> dict[str, torch.Tensor]:
         """What a block's programs take of the sample and the LoRA."""
@@ -165,11 +176,17 @@ class Trainer:
         return rate, norm
 
 
-def planned_private_bytes(bundle: Bundle) -> int:
-    """Private memory training will hold at the least: arenas, the LoRA with gradient and moments, block inputs, one sample."""
+def planned_private_bytes(bundle: Bundle, micro_batch: int = 1) -> int:
+    """Private memory training will hold: arenas and workspace of the programs, the LoRA with gradient and moments, and for
+    each sample of a micro-batch its record and the inputs of all blocks.
+
+    Args:
+        bundle: Its manifest has the sizes.
+        micro_batch: Samples that go through a block together.
+    """
     manifest = bundle.manifest
     methods = manifest.programs.methods
-    lora_bytes, state_bytes, conditioning = 0, 0, {}
+    lora_bytes, state_bytes, records = 0, 0, {}
     for block in manifest.blocks:
         for spec in methods[f"{block.kind}_forward"].inputs:
             size = 4 * math.prod(spec.shape)
@@ -178,9 +195,24 @@ def planned_private_bytes(bundle: Bundle) -> int:
             elif spec.role == "state":
                 state_bytes = size
             elif spec.role == "conditioning":
-                conditioning[block.inputs.get(spec.name, spec.name)] = size
+                records[block.inputs.get(spec.name, spec.name)] = size
+    for spec in methods["loss"].inputs:
+        if spec.role in ("conditioning", "tail_residual", "target"):
+            records[spec.name] = 4 * math.prod(spec.shape)
     arenas = sum(spec.planned_bytes for spec in methods.values())
-    return arenas + 4 * lora_bytes + state_bytes * (len(manifest.blocks) + 4) + sum(conditioning.values())
+    states = state_bytes * (len(manifest.blocks) + 3)
+    return arenas + manifest.programs.workspace_bytes + 4 * lora_bytes + micro_batch * (states + sum(records.values()))
+
+
+def choose_micro_batch(bundle: Bundle, accumulation: int, budget_bytes: int | None) -> int:
+    """The largest divisor of `accumulation` whose plan leaves a tenth of the budget free; all samples without a budget.
+
+    More samples at a time read fewer bytes from flash; the result is the same.
+    """
+    sizes = [size for size in range(accumulation, 0, -1) if accumulation % size == 0]
+    if budget_bytes is None:
+        return accumulation
+    return next((size for size in sizes if planned_private_bytes(bundle, size) <= 0.9 * budget_bytes), 1)
 
 
 def train(
@@ -190,6 +222,7 @@ def train(
     *,
     budget_mib: int | None = None,
     threads: int | None = None,
+    micro_batch: int | None = None,
     on_step: StepCallback = lambda row: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -201,6 +234,7 @@ def train(
         settings: None takes the manifest's.
         budget_mib: Most private memory beyond the idle process, MiB; None measures without a limit.
         threads: Size of the thread pool; None is `default_threads`.
+        micro_batch: Samples that go through a block together, a divisor of the accumulation; None is `choose_micro_batch`.
         on_step: Called with each row of the metrics.
         should_stop: Asked after each step; true saves a checkpoint and returns with status `stopped`.
 
@@ -222,6 +256,12 @@ def train(
             f"Training {bundle_dir} takes at least {planned / MIB:.0f} MiB of private memory, the budget is {budget_mib} MiB. "
             "Raise --budget, or export with fewer prompt tokens or a smaller patch."
         )
+    if micro_batch is None:
+        micro_batch = choose_micro_batch(bundle, settings.accumulation, budget_bytes)
+    if settings.accumulation % micro_batch:
+        raise ValueError(
+            f"micro_batch: got {micro_batch}, expected a divisor of the accumulation {settings.accumulation}."
+        )
     binding = _binding(bundle, settings)
     trainer = Trainer(bundle, threads=threads)
     optimizer = AdamW(trainer.lora.flat.numel())
@@ -234,6 +274,8 @@ def train(
         "settings": encode(settings),
         "budget_mib": budget_mib,
         "threads": trainer.threads,
+        "micro_batch": micro_batch,
+        "planned_private_bytes": planned_private_bytes(bundle, micro_batch),
         "idle_private_bytes": watch.idle_private_bytes,
         "summary": {},
         "versions": {name: metadata.version(name) for name in ("torch", "executorch")},
@@ -252,7 +294,11 @@ def train(
             for step in range(first_step + 1, settings.steps + 1):
                 step_start, split_start = time.perf_counter(), dict(trainer.split_s)
                 samples = [next(order) for _ in range(settings.accumulation)]
-                losses = [trainer.accumulate(trainer.read(index), 1 / len(samples)) for index in samples]
+                losses = []
+                for start in range(0, len(samples), micro_batch):
+                    read = [trainer.read(index) for index in samples[start : start + micro_batch]]
+                    losses += trainer.accumulate(read, 1 / len(samples))
+                    del read
                 rate, norm = trainer.update(optimizer, settings)
                 private, file_backed = watch.read()
                 now = time.perf_counter()

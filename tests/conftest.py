@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from host.exporter import Exporter
-from tests.tiny_models import export_config, save_sana, small_vae
+from tests.tiny_models import export_config, save_flux, save_sana, small_vae
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +23,11 @@ def cache_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sana_dir(tmp_path_factory) -> Path:
     return save_sana(tmp_path_factory.mktemp("models") / "tiny-sana", small_vae())
+
+
+@pytest.fixture(scope="session")
+def flux_dir(tmp_path_factory) -> Path:
+    return save_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
 
 
 @pytest.fixture(scope="session")

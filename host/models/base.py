@@ -1,8 +1,10 @@
 """What a model family must say about itself, and what the families' adapters share."""
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,8 @@ from optimum.utils import NormalizedConfig
 from torch import Tensor
 
 from export.block_programs import BlockFunction, PredictFunction, Tensors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +224,16 @@ def tile_tokens(velocity: Tensor, patch_size: int) -> Tensor:
 def spatial_factor(vae: Any, channels: int) -> int:
     """Pixels per latent along one side, measured: configurations name it differently.
 
+    Args:
+        vae: On the meta device.
+        channels: Of the latents the transformer takes.
+
     Raises:
         ValueError: The autoencoder's latents have not as many channels as the transformer takes.
     """
     side = 64
     with torch.no_grad():
-        shape = encode_images(vae, torch.zeros(1, 3, side, side)).shape
+        shape = encode_images(vae, torch.zeros(1, 3, side, side, device="meta")).shape
     if shape[1] != channels:
         raise ValueError(
             f"The autoencoder makes latents of {shape[1]} channels, the transformer takes {channels}. They belong to "
@@ -242,10 +250,25 @@ def require_short(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> No
     """
     for prompt in prompts:
         if (length := len(tokenizer(prompt).input_ids)) > max_tokens:
+            more = " or raise export.prompt_tokens" if max_tokens < tokenizer.model_max_length else ""
             raise ValueError(
-                f"The prompt {prompt!r} has {length} tokens, the model takes {max_tokens}. Shorten the prompt"
-                " or raise export.prompt_tokens."
+                f"The prompt {prompt!r} has {length} tokens, the model takes {max_tokens}. Shorten the prompt{more}."
             )
+
+
+def warn_where_cut(tokenizer: Any, prompts: Sequence[str]) -> None:
+    """Warns of prompts that CLIP reads in part; FLUX and SD3 have T5 for the rest."""
+    for prompt in prompts:
+        if (length := len(tokenizer(prompt).input_ids)) > tokenizer.model_max_length:
+            _warn_once(
+                f"The prompt {prompt!r} has {length} tokens, CLIP reads the first {tokenizer.model_max_length}: the rest "
+                "reaches the model through T5 alone. Shorten the prompt to have all of it in both."
+            )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 class BlankEncoder:
@@ -262,10 +285,14 @@ class BlankEncoder:
         return (torch.zeros(*input_ids.shape, self._channels),)
 
 
+def required_components(pipeline_class: Any) -> list[str]:
+    """Names of the components a diffusers pipeline cannot do without."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.name != "self"]
+
+
 def bare_pipeline(pipeline_class: Any, **components: Any) -> Any:
     """A diffusers pipeline with only the given components, quiet."""
-    parameters = inspect.signature(pipeline_class.__init__).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.name != "self"]
-    pipeline = pipeline_class(**(dict.fromkeys(needed) | components))
+    pipeline = pipeline_class(**(dict.fromkeys(required_components(pipeline_class)) | components))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -24,6 +24,7 @@ from host.models.base import (
     bare_pipeline,
     register_model,
     require_short,
+    warn_where_cut,
 )
 
 MAX_PROMPT_TOKENS = 512
@@ -61,16 +62,17 @@ class FluxAdapter:
 
     def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         # T5's padding is not masked in FLUX: a shorter prompt is another prompt, so none is trimmed.
-        tokenizer = load("tokenizer_2")
+        tokenizer, clip_tokenizer = load("tokenizer_2"), load("tokenizer")
         max_tokens = min(request.max_tokens or MAX_PROMPT_TOKENS, tokenizer.model_max_length)
         require_short(tokenizer, request.texts, max_tokens)
+        warn_where_cut(clip_tokenizer, request.texts)
         mask = torch.ones(len(request.texts), max_tokens, dtype=torch.int64)
         if request.blank:
             return joint.blank_prompts(request.config, mask)
         device = torch.device("cpu")
         with torch.no_grad():
             pooled = bare_pipeline(
-                self.pipeline, tokenizer=load("tokenizer"), text_encoder=load("text_encoder")
+                self.pipeline, tokenizer=clip_tokenizer, text_encoder=load("text_encoder")
             )._get_clip_prompt_embeds(request.texts, device=device)
             states = bare_pipeline(
                 self.pipeline, tokenizer_2=tokenizer, text_encoder_2=load("text_encoder_2")
@@ -128,26 +130,27 @@ class FluxAdapter:
         heads, num_image = transformer.config.num_attention_heads, grid[0] * grid[1]
 
         def heads_of(x_SD: Tensor, weight_K: Tensor) -> Tensor:
-            return ops.rms_norm(ops.split_heads(x_SD, heads), weight_K, joint.EPSILON)
+            return ops.rms_norm(x_SD.reshape(x_SD.shape[0], heads, -1), weight_K, joint.EPSILON)
 
-        def attention(conditioning: Tensors, q_HSK: Tensor, k_HSK: Tensor, v_SD: Tensor) -> Tensor:
-            cos_SK, sin_SK = conditioning["rotary_cos"], conditioning["rotary_sin"]
-            q_HSK, k_HSK = ops.rotate(q_HSK, cos_SK, sin_SK), ops.rotate(k_HSK, cos_SK, sin_SK)
+        def attention(conditioning: Tensors, q_SHK: Tensor, k_SHK: Tensor, v_SD: Tensor) -> Tensor:
+            q_HSK, k_HSK = (
+                ops.rotate(x, conditioning["rotary_cos"], conditioning["rotary_sin"]) for x in (q_SHK, k_SHK)
+            )
             return ops.softmax_attention(q_HSK, k_HSK, ops.split_heads(v_SD, heads))
 
         def single(hidden_SD: Tensor, conditioning: Tensors, weights: Tensors, linear: FrozenLinears) -> Tensor:
             shift_1D, scale_1D, gate_1D = joint.rows(conditioning, linear, NORMS["flux_single"])
             x_SD = ops.modulate(ops.layer_norm(hidden_SD, joint.EPSILON), shift_1D, scale_1D)
-            query_HSK = heads_of(linear("attn.to_q", x_SD), weights["attn.norm_q.weight"])
-            key_HSK = heads_of(linear("attn.to_k", x_SD), weights["attn.norm_k.weight"])
-            attended_SD = attention(conditioning, query_HSK, key_HSK, linear("attn.to_v", x_SD))
+            query_SHK = heads_of(linear("attn.to_q", x_SD), weights["attn.norm_q.weight"])
+            key_SHK = heads_of(linear("attn.to_k", x_SD), weights["attn.norm_k.weight"])
+            attended_SD = attention(conditioning, query_SHK, key_SHK, linear("attn.to_v", x_SD))
             wide = ops.gelu_tanh(linear("proj_mlp", x_SD))
             return hidden_SD + gate_1D * linear("proj_out", torch.cat([attended_SD, wide], 1))
 
         def double(hidden_SD: Tensor, conditioning: Tensors, weights: Tensors, linear: FrozenLinears) -> Tensor:
             rows = joint.rows(conditioning, linear, NORMS["flux_double"])
-            sizes = [hidden_SD.shape[0] - num_image, num_image]
-            text_LD, image_TD = torch.split(hidden_SD, sizes)
+            num_text = hidden_SD.shape[0] - num_image
+            text_LD, image_TD = ops.split(hidden_SD, num_text)
             x_TD = ops.modulate(ops.layer_norm(image_TD, joint.EPSILON), rows[0], rows[1])
             y_LD = ops.modulate(ops.layer_norm(text_LD, joint.EPSILON), rows[6], rows[7])
 
@@ -156,12 +159,12 @@ class FluxAdapter:
 
             def both_heads(image_layer: str, text_layer: str, name: str) -> Tensor:
                 text, image = both(image_layer, text_layer)
-                text_HLK = heads_of(text, weights[f"attn.norm_added_{name}.weight"])
-                return torch.cat([text_HLK, heads_of(image, weights[f"attn.norm_{name}.weight"])], 1)
+                text_LHK = heads_of(text, weights[f"attn.norm_added_{name}.weight"])
+                return torch.cat([text_LHK, heads_of(image, weights[f"attn.norm_{name}.weight"])])
 
-            query_HSK, key_HSK = both_heads("to_q", "add_q_proj", "q"), both_heads("to_k", "add_k_proj", "k")
-            attended_SD = attention(conditioning, query_HSK, key_HSK, torch.cat(both("to_v", "add_v_proj")))
-            text_attended_LD, image_attended_TD = torch.split(attended_SD, sizes)
+            query_SHK, key_SHK = both_heads("to_q", "add_q_proj", "q"), both_heads("to_k", "add_k_proj", "k")
+            attended_SD = attention(conditioning, query_SHK, key_SHK, torch.cat(both("to_v", "add_v_proj")))
+            text_attended_LD, image_attended_TD = ops.split(attended_SD, num_text)
 
             image_TD = joint.end_of_stream(image_TD, image_attended_TD, "attn.to_out.0", "ff", rows[2:6], linear)
             text_LD = joint.end_of_stream(

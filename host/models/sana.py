@@ -149,9 +149,8 @@ class SanaAdapter:
             x_TD = ops.layer_norm(hidden_TD, epsilon, weights.get("norm2.weight"), weights.get("norm2.bias"))
             x_TC = ops.silu(linear("ff.conv_inverted", ops.modulate(x_TD, shift_2, scale_2)))
             x_TC = ops.depthwise_conv(x_TC, weights["ff.conv_depth.weight"], weights["ff.conv_depth.bias"], grid)
-            half = x_TC.shape[1] // 2
-            x_TC = x_TC[:, :half] * ops.silu(x_TC[:, half:])
-            return hidden_TD + gate_2 * linear("ff.conv_point", x_TC)
+            x_TC, switch_TC = ops.split(x_TC, x_TC.shape[1] // 2, 1)
+            return hidden_TD + gate_2 * linear("ff.conv_point", x_TC * ops.silu(switch_TC))
 
         return block
 

@@ -36,6 +36,7 @@ class SD3Adapter:
         clip, t5 = load("tokenizer"), load("tokenizer_3")
         max_tokens = min(request.max_tokens or MAX_PROMPT_TOKENS, t5.model_max_length)
         base.require_short(t5, request.texts, max_tokens)
+        base.warn_where_cut(clip, request.texts)
         mask = torch.ones(len(request.texts), clip.model_max_length + max_tokens, dtype=torch.int64)
         if request.blank:
             return joint.blank_prompts(request.config, mask)
@@ -88,8 +89,8 @@ class SD3Adapter:
         heads, num_image, is_last = transformer.config.num_attention_heads, grid[0] * grid[1], kind == "sd3_last"
 
         def block(hidden_SD: Tensor, conditioning: Tensors, weights: Tensors, linear: FrozenLinears) -> Tensor:
-            rows, sizes = joint.rows(conditioning, linear, NORMS), [hidden_SD.shape[0] - num_image, num_image]
-            text_LD, image_TD = torch.split(hidden_SD, sizes)
+            rows, num_text = joint.rows(conditioning, linear, NORMS), hidden_SD.shape[0] - num_image
+            text_LD, image_TD = ops.split(hidden_SD, num_text)
             # The last block's context norm makes scale before shift.
             text_shift, text_scale = (rows[7], rows[6]) if is_last else (rows[6], rows[7])
             y_LD = ops.modulate(ops.layer_norm(text_LD, joint.EPSILON), text_shift, text_scale)
@@ -105,7 +106,7 @@ class SD3Adapter:
                 )
                 for n in "qkv"
             )
-            text_attended, image_attended = torch.split(ops.softmax_attention(query_HSK, key_HSK, value_HSK), sizes)
+            text_attended, image_attended = ops.split(ops.softmax_attention(query_HSK, key_HSK, value_HSK), num_text)
 
             image_TD = joint.end_of_stream(image_TD, image_attended, "attn.to_out.0", "ff", rows[2:6], linear)
             if not is_last:

@@ -77,7 +77,7 @@ def test_a_model_of_published_size_exports_and_takes_real_steps(photos_dir, tmp_
     model, bundle, run_dir = save_model(tmp_path / "model", name), tmp_path / "bundle", tmp_path / "run"
     settings = ["--set", "export.image_side=128", "--set", "export.patch_side=128", "--set", "export.batch_size=1"]
     command = [sys.executable, "-m", "host.cli", "export", str(photos_dir), "-o", str(bundle), "--model", str(model)]
-    command += ["--prompt", PROMPT, "--cut", cut, "--samples", "3", *settings]
+    command += ["--prompt", PROMPT, "--cut", cut, "--set", "export.samples=3", *settings]
     environment = os.environ | {"POCKETDIT_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def pocketdit(*arguments: object) -> dict:
 def test_five_photos_of_a_dog_become_an_adapter_and_pictures(tmp_path):
     model = save_sana(tmp_path / "model", AutoencoderTiny.from_pretrained(AUTOENCODER), sample_size=32)
     bundle, run = tmp_path / "bundle", tmp_path / "run"
-    settings = ["--model", model, "--prompt", "a photo of sks dog", "--cut", "1,2", "--samples", 8]
+    settings = ["--model", model, "--prompt", "a photo of sks dog", "--cut", "1,2", "--set", "export.samples=8"]
     assert pocketdit("doctor", PHOTOS, "--prompt", "a photo of sks dog")["accepted"] == 5
     made = pocketdit("export", PHOTOS, "-o", bundle, *settings, "--set", "export.backend=portable")
     # 256 px of pictures, f8, patch 2: patches of 128 px are 8 x 8 tokens.

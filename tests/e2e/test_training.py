@@ -112,7 +112,7 @@ def test_the_adapter_gives_diffusers_the_runtimes_prediction(exporter, bundle_di
     for name, value in trainer.lora.named().items():
         value.copy_(saved[f"transformer.{name}"])
     sample = trainer.read(3)
-    _, hidden = trainer.forward(sample)
+    _, (hidden,) = trainer.forward([sample])
 
     transformer = exporter.model.load("transformer")
     noisy, _, prompts = rebuild_inputs(exporter, sample.identity)
@@ -289,9 +289,7 @@ def test_weights_of_another_shape_are_refused(bundle_dir, tmp_path):
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     manifest["files"]["blocks/001.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     (tmp_path / "bundle" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        BundleError, match=r"attn1.to_q.weight is float32 \[63, 64\], the program takes float32 \[64, 64\]"
-    ):
+    with pytest.raises(BundleError, match=r"attn1.to_q.weight has 63 rows, the program takes 64"):
         Bundle(tmp_path / "bundle")
 
 

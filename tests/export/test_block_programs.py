@@ -63,7 +63,7 @@ def test_forward_equals_diffusers_to_1e5(exporter, trainer):
     with torch.no_grad():
         for index in exporter.middle:
             expected = exporter.model.adapter.run_block(transformer, index, expected, conditioning, grid)
-    _, hidden = trainer.forward(sample)
+    _, (hidden,) = trainer.forward([sample])
     torch.testing.assert_close(hidden, expected[0], rtol=1e-5, atol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_loss_and_every_lora_gradient_equal_autograds(exporter, trainer):
     expected = (transformer.proj_out(hidden) - conditioning["target"]).pow(2).mean()
     expected.backward()
     trainer.lora.gradient.zero_()
-    loss = trainer.accumulate(sample, 1.0)
+    (loss,) = trainer.accumulate([sample], 1.0)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     positions = {exporter.blocks[index].module: position for position, index in enumerate(exporter.middle)}
     assert len(wrapped) == 8 * len(positions)

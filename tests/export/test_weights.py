@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from export.weights import initial_lora, lora_layers, save_weights
+from export.weights import choose_layers, initial_lora, lora_layers, save_weights
 
 PATH = "transformer_blocks.4"
 
@@ -60,6 +60,32 @@ def test_a_depthwise_convolution_cannot_have_lora():
         lora_layers(Block(), PATH, ("conv_depth",))
 
 
+def test_a_target_of_another_kind_of_block_leaves_the_trained_blocks_their_own():
+    other = nn.Module()
+    other.attn = nn.Module()
+    other.attn.to_q, other.attn.to_v = nn.Linear(6, 8), nn.Linear(6, 8)
+    blocks = {PATH: Block(), "single.0": other}
+    targets = ("to_q", "to_v", "to_out.0")
+    assert choose_layers(blocks, targets, ["single.0"]) == {"single.0": ("attn.to_q", "attn.to_v")}
+    assert choose_layers(blocks, targets, [PATH])[PATH] == (
+        "attn1.to_q",
+        "attn1.to_out.0",
+        "attn2.to_q",
+        "attn2.to_out.0",
+    )
+    with pytest.raises(ValueError, match=r"target 'to_x' matches no layer of any block; their layers are attn\.to_q, "):
+        choose_layers(blocks, ("to_q", "to_x"), ["single.0"])
+    with pytest.raises(
+        ValueError, match=r"match no layer of the trained blocks single\.0 to single\.0; their layers are"
+    ):
+        choose_layers(blocks, ("to_out.0",), ["single.0"])
+
+
+def test_targets_that_are_no_regular_expression_are_refused():
+    with pytest.raises(ValueError, match=r"lora_targets: got '\(', which is no regular expression \(missing \)"):
+        lora_layers(Block(), PATH, "(")
+
+
 def test_the_start_is_drawn_as_peft_draws_it():
     generator = torch.Generator().manual_seed(0)
     weights = {"layer.weight": torch.zeros(64, 1024)}
@@ -83,12 +109,11 @@ def test_a_rank_larger_than_the_layer_is_refused():
         initial_lora({"attn1.to_q.weight": torch.zeros(8, 6)}, ["attn1.to_q"], 7, torch.Generator())
 
 
-def test_weights_are_written_as_float32_and_the_same_bytes_each_time(tmp_path):
-    weights = {"b": torch.randn(3, 4).half(), "a": torch.randn(4, 3).T}
+def test_the_same_weights_are_the_same_bytes(tmp_path):
+    weights = {"b": torch.randn(3, 4).half(), "a": torch.randn(4, 3).T, "c": torch.randint(-9, 9, (2, 2)).char()}
     for name in ("one", "two"):
         save_weights(tmp_path / name, weights)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     loaded = load_file(tmp_path / "one")
-    assert all(value.dtype == torch.float32 for value in loaded.values())
-    assert torch.equal(loaded["a"], weights["a"])
-    assert torch.equal(loaded["b"], weights["b"].float())
+    assert {name: value.dtype for name, value in loaded.items()} == {n: w.dtype for n, w in weights.items()}
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from host.cli import _parser
+from host.cli import _parser, main
+from runtime.memory import MemoryWatch
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("doctor", "export", "plan", "train", "generate", "report", "convert", "demo")
@@ -50,7 +51,19 @@ def test_doctor_says_why_not_and_counts(tmp_path, photos_dir):
 def test_the_path_by_command_ends_with_json_and_without_library_noise(tmp_path, sana_dir, photos_dir):
     bundle, run = tmp_path / "bundle", tmp_path / "run"
     settings = ["--set", "export.backend=portable", "--set", "export.sample_dtype=int8"]
-    arguments = [photos_dir, "-o", bundle, "--model", sana_dir, "--prompt", "a thing", "--cut", "1,2", "--samples", 8]
+    arguments = [
+        photos_dir,
+        "-o",
+        bundle,
+        "--model",
+        sana_dir,
+        "--prompt",
+        "a thing",
+        "--cut",
+        "1,2",
+        "--set",
+        "export.samples=8",
+    ]
     plan = last_json(pocketdit("export", *arguments, *settings, "--dry-run", "--json"))
     assert plan["plan"]["sample_bytes"] > 0
     assert not bundle.exists()
@@ -121,6 +134,8 @@ def test_a_signal_stops_at_a_step_and_the_same_command_goes_on(tmp_path, bundle_
         (["export", ".", "-o", "out", "--set", "export.smaples=3"], "unknown key 'export.smaples'"),
         (["train", "nowhere"], "nowhere is not a bundle"),
         (["generate", "nowhere"], "nowhere is not a run folder"),
+        (["generate", "nowhere", "--dry-run"], "nowhere is not a run folder"),
+        (["export", ".", "-o", "out", "--cut", "-1,3"], "cut: got (-1, 3), expected two numbers of blocks, 0 or more"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["plan", "--model", "nowhere"], "'nowhere' is neither a folder here nor a hub id"),
         (["plan", "--weights", "int3"], "weights: got 'int3', expected one of fp32"),
@@ -143,10 +158,33 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path, bund
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_budget_that_is_too_small_stops_with_status_one(tmp_path, bundle_dir):
-    done = pocketdit("train", bundle_dir, "--run", tmp_path / "run", "--budget", 0)
-    assert done.returncode == 1
-    assert "the budget is 0 MiB" in done.stderr
+def test_a_budget_below_the_plan_is_refused_and_a_measured_breach_stops(tmp_path, bundle_dir, monkeypatch, capsys):
+    def greedy(watch: MemoryWatch) -> tuple[int, int]:
+        watch.peak_private_bytes = 9 * 2**20
+        return watch.peak_private_bytes, 0
+
+    monkeypatch.setattr("host.cli._stop_on_signal", lambda: lambda: False)
+    monkeypatch.setattr(MemoryWatch, "read", greedy)
+    command = ["train", str(bundle_dir), "--steps", "2", "--budget", "8", "--run"]
+    assert main([*command, str(tmp_path / "stopped")]) == 1
+    assert "Step 1 held 9.0 MiB of private memory, the budget is 8 MiB. The state is saved" in capsys.readouterr().err
+
+    monkeypatch.setattr("runtime.trainer.planned_private_bytes", lambda bundle: 9 * 2**20)
+    for flags in ([], ["--dry-run"]):
+        assert main([*command, str(tmp_path / "refused"), *flags]) == 2
+        assert "takes at least 9 MiB of private memory, the budget is 8 MiB" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_dry_run_of_generate_refuses_what_generate_refuses(tmp_path, bundle_dir):
+    run = tmp_path / "run"
+    pocketdit("train", bundle_dir, "--run", run, "--steps", 1)
+    done = pocketdit("generate", run, "--seeds", "0,1,2", "--dry-run", "--json")
+    assert last_json(done)["image_side"] == 128
+    assert not (run / "pictures").exists()
+    done = pocketdit("generate", run, "--set", "generate.image_side=100", "--dry-run")
+    assert done.returncode == 2
+    assert "image_side: got 100, expected a multiple of 16" in done.stderr
 
 
 def test_plan_says_what_a_model_takes_and_what_fits():
@@ -156,7 +194,19 @@ def test_plan_says_what_a_model_takes_and_what_fits():
     assert rows[0]["side"] == 64
     found = last_json(pocketdit("plan", "--budget", "3", "--weights", "fp32", "--patch", "64", "--json"))["fitting"]
     assert all(setting["row"]["private_bytes"] <= 3 * 2**20 for setting in found)
-    assert pocketdit("plan", "--budget", "0").stdout == "Nothing fits 0 MiB.\n"
+    assert pocketdit("plan", "--budget", "1").stdout == "Nothing fits 1 MiB.\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "x"])
+@pytest.mark.parametrize(
+    "command",
+    [["train", "b", "--budget"], ["train", "b", "--threads"], ["plan", "--budget"], ["doctor", "p", "--min-side"]],
+)
+def test_counts_below_one_are_refused(capsys, command, value):
+    with pytest.raises(SystemExit) as error:
+        main([*command, value])
+    assert error.value.code == 2
+    assert f"{command[-1]}: got '{value}', expected a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_the_demos_dry_run_prints_each_command(tmp_path):

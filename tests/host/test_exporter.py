@@ -12,9 +12,12 @@ import torch
 
 from host.cache import cached_stage, stage_folder
 from host.exporter import Exporter
+from host.models import ModelFolder
 from runtime.bundle import Bundle, sha256_file
 from runtime.sample_store import SampleStore
 from tests.tiny_models import PROMPT, export_config, save_sana, small_vae
+
+FLUX_SIDES = {"image_side": 128, "patch_side": 64}
 
 
 def run(exporter: Exporter) -> dict[str, bool]:
@@ -66,6 +69,45 @@ def test_what_a_sample_does_not_depend_on_leaves_its_key(exporter, sana_dir, pho
     assert other._programs_key() != exporter._programs_key()
 
 
+@pytest.mark.parametrize("component", ["vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+def test_every_component_that_makes_samples_changes_their_key(flux_dir, photos_dir, tmp_path, component):
+    shutil.copytree(flux_dir, tmp_path / "model")
+    config = next((tmp_path / "model" / component).glob("*config.json"))
+    config.write_text(config.read_text() + "\n")
+    keys = []
+    for model in (flux_dir, tmp_path / "model"):
+        other = Exporter(export_config(model, cut=(2, 1), **FLUX_SIDES), photos_dir, tmp_path / "b")
+        keys.append((other._samples_key(other.model.sha256()), other._weights_key()))
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] == keys[1][1]
+
+
+def test_the_source_of_an_adapter_and_of_what_it_shares_is_in_every_key(flux_dir, photos_dir, tmp_path, monkeypatch):
+    made = Exporter(export_config(flux_dir, cut=(2, 1), **FLUX_SIDES), photos_dir, tmp_path / "b")
+    before = [made._samples_key("model"), made._weights_key(), made._programs_key()]
+    edited = tmp_path / "joint.py"
+    edited.write_text("edited")
+    sources = [str(edited) if Path(f).name == "joint.py" else f for f in made.model.adapter_files()]
+    monkeypatch.setattr(made.model, "adapter_files", lambda: sources)
+    after = [made._samples_key("model"), made._weights_key(), made._programs_key()]
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def test_a_middle_without_one_of_the_default_targets_is_exported(flux_dir, photos_dir, tmp_path):
+    exporter = Exporter(export_config(flux_dir, cut=(2, 1), **FLUX_SIDES), photos_dir, tmp_path / "b")
+    _, _, parity = exporter.run(lambda name, cached, seconds: None)
+    assert set(exporter.layers.values()) == {("attn.to_q", "attn.to_k", "attn.to_v")}
+    assert parity.relative_error < 1e-4
+
+
+def test_a_cached_export_loads_no_weights(exporter, sana_dir, photos_dir, tmp_path, monkeypatch):
+    loaded: list[str] = []
+    load = ModelFolder.load
+    monkeypatch.setattr(ModelFolder, "load", lambda self, name: loaded.append(name) or load(self, name))
+    run(Exporter(export_config(sana_dir), photos_dir, tmp_path / "again"))
+    assert set(loaded) == {"tokenizer"}
+
+
 def test_another_model_of_the_same_shape_shares_programs_but_no_samples(exporter, sana_dir, photos_dir, tmp_path):
     shutil.copytree(sana_dir, tmp_path / "model")
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -101,6 +143,8 @@ def test_an_altered_cache_file_is_made_again_and_a_failed_build_leaves_nothing()
     [
         ({"cut": (3, 2)}, "leaves nothing to train: .* has 5 blocks"),
         ({"lora_targets": ("to_x",)}, "'to_x' matches no layer"),
+        ({"lora_targets": "("}, "is no regular expression"),
+        ({"lora_rank": 65}, r"rank 65 exceeds the size of attn1\.to_q, 64 x 64\. Lower export\.lora_rank"),
         ({"image_side": 100}, "image_side: got 100, expected a multiple of 16"),
         ({"patch_side": 256}, "patch_side 256 exceeds image_side 128"),
         ({"patch_policy": "full", "patch_side": 64}, "takes whole pictures"),
@@ -180,8 +224,8 @@ def test_two_processes_make_the_same_samples_as_one(sana_dir, photos_dir, tmp_pa
         PROMPT,
         "--cut",
         "1,2",
-        "--samples",
-        "9",
+        "--set",
+        "export.samples=9",
     ]
     arguments += ["--set", "export.backend=portable", "--set", "export.sample_dtype=fp32"]
     environment = os.environ | {"POCKETDIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

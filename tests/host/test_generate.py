@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from PIL import Image
 from safetensors import safe_open
 
 from host.config import GenerateConfig
-from host.generate import generate
+from host.generate import compared, generate
+from host.models import ModelFolder
 from runtime.errors import BundleError
 from runtime.manifest import TrainingSpec
 from runtime.tensor_file import write_tensor_file
@@ -67,6 +69,33 @@ def test_an_adapter_of_zeros_draws_the_bases_pictures_to_the_bit(run_dir):
         assert item["similarity_base"] == item["similarity_adapter"]
 
 
+def test_encoders_transformer_and_autoencoder_are_loaded_once_and_one_after_the_other(run_dir, monkeypatch):
+    loaded: list[str] = []
+    transformers: list[weakref.ref] = []
+    load = ModelFolder.load
+
+    def watched(self, name):
+        assert name == "scheduler" or not [ref for ref in transformers if ref() is not None], name
+        loaded.append(name)
+        part = load(self, name)
+        if name == "transformer":
+            transformers.append(weakref.ref(part))
+        return part
+
+    monkeypatch.setattr(ModelFolder, "load", watched)
+    generate(run_dir, SETTINGS)
+    heavy = [name for name in loaded if name in ("text_encoder", "transformer", "vae")]
+    # The encoder twice: for the prompts, and for the negative one.
+    assert heavy == ["text_encoder", "text_encoder", "transformer", "vae"]
+
+
+@pytest.mark.parametrize("side", [8, 72, 100])
+def test_a_side_that_is_not_made_of_tokens_is_refused(run_dir, side):
+    with pytest.raises(ValueError, match=rf"image_side: got {side}, expected a multiple of 16"):
+        generate(run_dir, GenerateConfig(seeds=(0,), steps=1, image_side=side))
+    assert not (run_dir / "pictures").exists()
+
+
 def test_without_prompts_the_instance_prompt_is_drawn(run_dir):
     result = generate(run_dir, GenerateConfig(seeds=(0,), steps=1, image_side=64))
     assert [item["prompt"] for item in result["items"]] == [PROMPT]
@@ -84,15 +113,28 @@ def test_a_run_without_an_adapter_is_refused(run_dir):
     assert not (run_dir / "pictures").exists()
 
 
-def test_a_base_that_changed_since_the_export_is_refused(run_dir, sana_dir, bundle_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("transformer/config.json", '"norm_eps": 1e-06', '"norm_eps": 1e-05'),
+        ("vae/config.json", '"scaling_factor": 1.0', '"scaling_factor": 1.5'),
+        ("scheduler/scheduler_config.json", '"shift": 1.0', '"shift": 3.0'),
+        ("text_encoder/config.json", "", "{}"),
+    ],
+    ids=["transformer", "vae", "scheduler", "text encoder"],
+)
+def test_a_base_that_changed_since_the_export_is_refused(run_dir, sana_dir, bundle_dir, tmp_path, file, old, new):
     model, bundle = tmp_path / "model", tmp_path / "bundle"
     shutil.copytree(sana_dir, model)
     shutil.copytree(bundle_dir, bundle)
     for path in (bundle / "manifest.json", run_dir / "run.json"):
         text = path.read_text().replace(str(sana_dir), str(model)).replace(str(bundle_dir), str(bundle))
         path.write_text(text)
-    generate(run_dir, GenerateConfig(seeds=(0,), steps=1, image_side=64))
-    config = model / "transformer" / "config.json"
-    config.write_text(config.read_text().replace('"norm_eps": 1e-06', '"norm_eps": 1e-05'))
+    compared(run_dir, SETTINGS)
+    path = model / file
+    path.parent.mkdir(exist_ok=True)
+    before = path.read_text() if path.is_file() else ""
+    path.write_text(before.replace(old, new) if old else new)
+    assert path.read_text() != before
     with pytest.raises(BundleError, match=r"its hash differs\. Export again"):
         generate(run_dir, SETTINGS)

@@ -1,0 +1,88 @@
+"""How the frozen linear weights are stored: float32, float16, bfloat16, int8 or int4. Where a weight loses its bits.
+
+int8 has a float32 scale per row. int4 has a bfloat16 scale per row and group of 64 columns; row r is the high half of byte row
+r, row r + O/2 its low half plus 8. Everything that is no linear weight stays float32.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from runtime.manifest import WeightFormat
+
+FLOATS: dict[WeightFormat, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+GROUP = 64
+"""Most columns that share an int4 scale."""
+CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Shares of a group's largest number tried as the end of the int4 range; the smallest squared error wins."""
+PIECE_NUMBERS = 1 << 20
+"""Most numbers of a weight that a program holds widened or packed at a time: 4 MiB in float32."""
+SCALE = "_scale"
+"""Follows the weight's name in the name of its scale."""
+
+
+def is_linear(name: str, value: Tensor) -> bool:
+    """Whether a tensor of a block is the weight of a linear layer; 1x1 convolutions count, see `block_weights`."""
+    return name.endswith(".weight") and value.ndim == 2
+
+
+def stored(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> dict[str, Tensor]:
+    """A block's weights as they are stored; the meta device is enough for shapes.
+
+    Raises:
+        ValueError: A number is too large for float16.
+    """
+    out: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        value = value.detach().float()
+        if not is_linear(name, value) or weight_format == "fp32":
+            out[name] = value
+        elif weight_format in FLOATS:
+            out[name] = value.to(FLOATS[weight_format])
+            if not value.is_meta and not torch.isfinite(out[name]).all():
+                raise ValueError(f"{name} has numbers beyond float16's 65504. Use --weights bf16 or int8.")
+        elif weight_format == "int8" or value.shape[0] % 2:
+            out[name], out[name + SCALE] = _int8(value)
+        else:
+            out[name], out[name + SCALE] = _int4(value)
+    return out
+
+
+def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The float32 numbers (O, I) a stored linear weight stands for."""
+    value, scale = tensors[name], tensors.get(name + SCALE)
+    if scale is None:
+        return value.float()
+    if scale.ndim == 1:
+        return value.float() * scale[:, None]
+    high = torch.div(value, 16, rounding_mode="floor")
+    codes = torch.cat([high, value - 16 * high - 8]).float()
+    return (codes.unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+
+
+def row_pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """First row and end of each piece of a weight: equal but for the last, at most `PIECE_NUMBERS` numbers or a row."""
+    count = -(-rows // max(1, PIECE_NUMBERS // columns))
+    size = -(-rows // count)
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _int8(value: Tensor) -> tuple[Tensor, Tensor]:
+    scale = value.abs().amax(1).clamp(min=1e-30) / 127
+    return (value / scale[:, None]).round().to(torch.int8), scale
+
+
+def _int4(value: Tensor) -> tuple[Tensor, Tensor]:
+    groups = value.unflatten(1, (-1, math.gcd(value.shape[1], GROUP)))
+    largest = groups.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    best = torch.full_like(largest, math.inf)
+    scale = torch.zeros_like(largest)
+    for share in CLIPPINGS:
+        tried = (largest * (share / 7)).bfloat16().float()
+        error = ((groups / tried).round().clamp(-8, 7) * tried - groups).square().sum(2, keepdim=True)
+        scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
+    codes = (groups / scale).round().clamp(-8, 7).flatten(1)
+    high, low = codes.chunk(2)
+    return (high * 16 + low + 8).to(torch.int8), scale[..., 0].bfloat16()
