@@ -1,9 +1,9 @@
 """What a transformer costs to train on pictures of one side, counted on the meta device.
 
-**Phone rows.** Private memory is what `runtime.trainer.planned_private_bytes` adds up: the arenas of all programs, one state
-(S, D) per middle block and four more, the LoRA with its gradient and AdamW's two moments, the conditioning of one sample. An
-arena is the most that the intermediate results of an exported program take at a time, found on its graph (`_arena_bytes`);
-ExecuTorch's planner came to 0.93 to 1.18 times that for blocks of SANA-0.6B and FLUX.1-dev.
+**Phone rows.** Private memory is what `runtime.trainer.planned_private_bytes` adds up for one sample at a time: the workspace
+and arenas of the programs, one state (S, D) per middle block and three more, the LoRA with its gradient and AdamW's two
+moments, one record. The workspace is the most that the intermediate results of an exported program take at a time, found on
+its graph (`_arena_bytes`).
 
 **GPU rows.** The peak of autograd without checkpointing: see host/plan.py, which holds it against the paper's measurements.
 """
@@ -11,7 +11,7 @@ ExecuTorch's planner came to 0.93 to 1.18 times that for blocks of SANA-0.6B and
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from export import quantize
 from export.block_programs import BlockKind, LossHead, block_methods, example_tensors, loss_method
 from export.weights import initial_lora, lora_candidates, lora_layers
 from host.frozen_base import per_block_name
@@ -30,13 +31,14 @@ from host.models import ModelAdapter, PromptStates
 from host.models.base import adapter_of
 from host.models.folder import skeleton_of
 from host.residuals import STORED_DTYPES, stored_dtype
+from runtime.manifest import WeightFormat
 from runtime.memory import MIB
 
 GIB = 1024**3
 WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")
 """Stored types of the weights on flash, from the most exact to the least."""
-WIDENED_BYTES = 4 * MIB
-"""A program widens narrow weights to float32 in pieces of at most this size, in its arena (an assumption)."""
+WIDENED_PIECES = {"int8": 1, "int4": 3}
+"""Pieces of a weight that are in the workspace as float32 at a time."""
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
 ADAM_BYTES = 16
@@ -86,7 +88,7 @@ class ModelCosts:
         sample_dtype: str = "bf16",
         accumulation: int = 4,
     ) -> None:
-        self.adapter, self.side, self.rank = adapter_for(config), side, lora_rank
+        self.adapter, self.side, self.rank, self.targets = adapter_for(config), side, lora_rank, lora_targets
         self.samples, self.sample_dtype, self.accumulation = samples, sample_dtype, accumulation
         self.transformer, self.half = skeleton_of(config), nn.Module.to(skeleton_of(config), torch.bfloat16)
         names = self.adapter.normalized_config(self.transformer.config)
@@ -136,18 +138,26 @@ class ModelCosts:
             raise ValueError(f"weights: got {dtype!r}, expected one of {', '.join(WEIGHTS)}.")
         middle = self._middle(cut)
         programs = {self._kind(i): self._once(self._programs, i) for i in middle}
-        shapes = [self._once(self._shapes, i) for i in middle]
+        stored = [quantize.stored(self.weights_of(i), cast(WeightFormat, dtype)) for i in middle]
         output = {name: tuple(value.shape) for name, value in self.adapter.predict_weights(self.transformer).items()}
-        largest = max(4 * math.prod(shape) for each in shapes for shape in each.values())
-        widened = 0 if dtype == "fp32" else 2 * min(WIDENED_BYTES, largest) * len(programs)
+        shipped = [*(self._once(self._shapes, i) for i in middle), output]
         trained = sum(self._once(self._lora_size, i) for i in middle)
+        linear = max(sum(v.numel() for n, v in block.items() if quantize.is_linear(n, v)) for block in stored)
+        largest = max(v.numel() for block in stored for n, v in block.items() if quantize.is_linear(n, v))
+        state = 4 * self.hidden[0].numel()
+        records = [*self._stored_inputs(middle).values(), self.ends()["tail_residual"], self.ends()["target"]]
         parts = {
-            "arenas": self._once(self._loss_arena, 0) + sum(arena for arena, _ in programs.values()) + widened,
-            "block inputs": 4 * self.hidden[0].numel() * (len(middle) + 4),
+            # One workspace serves all methods; what they give out lies in arenas of their own.
+            "workspace": max(peak for peak, _ in programs.values())
+            + 4 * min(largest, quantize.PIECE_NUMBERS) * WIDENED_PIECES.get(dtype, 0),
+            "arenas": self._once(self._loss_arena, 0)
+            + len(programs) * (2 * state + (2 * 4 * linear if dtype in ("fp16", "bf16") else 0))
+            + sum(4 * self._once(self._lora_size, i) for i in {self._kind(i): i for i in middle}.values()),
+            "block inputs": state * (len(middle) + 3),
             "LoRA": ADAM_BYTES * trained,
-            "conditioning": 4 * sum(value.numel() for value in self._stored_inputs(middle).values()),
+            "sample": 4 * sum(value.numel() for value in records),
         }
-        block_bytes = sum(_stored_bytes(name, shape, dtype) for each in shapes for name, shape in each.items())
+        block_bytes = sum(value.nbytes for block in stored for value in block.values())
         record, prompt = self._record_bytes(middle)
         return PlanRow(
             method="phone: streamed",
@@ -155,9 +165,9 @@ class ModelCosts:
             cut=cut,
             side=self.side,
             trained_parameters=trained,
-            shipped_parameters=sum(math.prod(shape) for each in [*shapes, output] for shape in each.values()),
+            shipped_parameters=sum(math.prod(shape) for shapes in shipped for shape in shapes.values()),
             private_bytes=sum(parts.values()),
-            weight_bytes=block_bytes + sum(_stored_bytes(name, shape, dtype) for name, shape in output.items()),
+            weight_bytes=block_bytes + sum(4 * math.prod(shape) for shape in output.values()),
             sample_bytes=self.samples * record + prompt,
             streamed_bytes_per_step=self.accumulation * (2 * block_bytes + record + prompt),
             tflops_per_step=self.accumulation * sum(programs[self._kind(i)][1] for i in middle) / 1e12,
@@ -202,14 +212,15 @@ class ModelCosts:
             self._costs[key] = compute(index)
         return self._costs[key]
 
-    def _weights(self, index: int) -> dict[str, Tensor]:
+    def weights_of(self, index: int) -> dict[str, Tensor]:
+        """What the program of a block takes, before it is stored in a narrower type."""
         return self.adapter.block_weights(self.transformer, index, self.layers[index])
 
     def _shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in self._weights(index).items()}
+        return {name: tuple(value.shape) for name, value in self.weights_of(index).items()}
 
     def _lora(self, index: int) -> dict[str, Tensor]:
-        return initial_lora(self._weights(index), self.layers[index], self.rank, torch.Generator())
+        return initial_lora(self.weights_of(index), self.layers[index], self.rank, torch.Generator())
 
     def _lora_size(self, index: int) -> int:
         return sum(value.numel() for value in self._lora(index).values())
@@ -221,37 +232,37 @@ class ModelCosts:
 
     def _record_bytes(self, middle: Iterable[int]) -> tuple[int, int]:
         """Of a sample, and of a prompt; see host/residuals.py and runtime/sample_store.py."""
-        tensors = self._ends() | {n: self.conditioning[n] for n in self.adapter.predict_inputs}
+        tensors = self.ends() | {n: self.conditioning[n] for n in self.adapter.predict_inputs}
         tensors |= self._stored_inputs(middle)
         prompt = sum(4 * tensors.pop(name).numel() for name in self.adapter.prompt_inputs)
         types = {name: stored_dtype(name, self.sample_dtype) for name in tensors}
         scales = sum(4 * tensors[name].shape[0] for name, dtype in types.items() if dtype == torch.int8)
         return scales + sum(value.numel() * types[name].itemsize for name, value in tensors.items()), prompt
 
-    def _ends(self) -> dict[str, Tensor]:
+    def ends(self) -> dict[str, Tensor]:
         """(S, D), (T, D) and (T, P)."""
         hidden = self.hidden[0]
         return {"hidden": hidden, "tail_residual": hidden[-self.num_image :], "target": self.target[0]}
 
     def _programs(self, index: int) -> tuple[int, int]:
-        """Arenas of a block's two programs, bytes, and the operations of both."""
+        """Most that the intermediate results of a block's two programs take, bytes, and the operations of both."""
         kind = BlockKind(
             name="block",
             function=self.adapter.block_function(self.transformer, self.blocks[index].kind, self.grid),
             conditioning=example_tensors(self.inputs[index]),
-            weights=example_tensors(self._weights(index)),
+            weights=example_tensors(self.weights_of(index)),
             lora=example_tensors(self._lora(index)),
             **example_tensors({"hidden": self.hidden[0]}),
         )
         graphs = [method.program.graph for method in block_methods(kind, 1.0).values()]
-        return sum(map(_arena_bytes, graphs)), sum(map(_flops, graphs))
+        return max(map(_arena_bytes, graphs)), sum(map(_flops, graphs))
 
     def _loss_arena(self, _: int) -> int:
         head = LossHead(
             function=self.adapter.predict_function(self.transformer),
             conditioning=example_tensors({name: self.conditioning[name][0] for name in self.adapter.predict_inputs}),
             weights=example_tensors(self.adapter.predict_weights(self.transformer)),
-            **example_tensors(self._ends()),
+            **example_tensors(self.ends()),
         )
         return _arena_bytes(loss_method(head)["loss"].program.graph)
 
@@ -345,15 +356,6 @@ def _flops(graph: Graph) -> int:
         if rule is not None:
             total += rule(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]), out_val=node.meta["val"])
     return total
-
-
-def _stored_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of one tensor on flash. int8 has a float32 scale per output row, int4 a bf16 scale per 32 weights of a row; both
-    leave what is no linear weight in float32."""
-    if dtype in ("int8", "int4") and len(shape) == 2 and name.endswith(".weight"):
-        rows, columns = shape
-        return rows * (columns + 4) if dtype == "int8" else rows * (-(-columns // 2) + 2 * -(-columns // 32))
-    return math.prod(shape) * (2 if dtype in ("fp16", "bf16") else 4)
 
 
 def adapter_for(config: Mapping[str, Any]) -> ModelAdapter:

@@ -1,0 +1,1 @@
+"""Memory and speed of the training step, measured against PyTorch."""
