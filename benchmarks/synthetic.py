@@ -50,6 +50,12 @@ class Work:
             lora_rank=4,
         )
 
+    def middle_weights(self) -> list[torch.Tensor]:
+        """The trained blocks' frozen weights, on the meta device."""
+        costs = self.costs()
+        middle = range(self.cut[0], len(costs.blocks) - self.cut[1])
+        return [value for i in middle for value in costs.weights_of(i).values()]
+
 
 SANA_06B = SANA | {
     "num_attention_heads": 36,

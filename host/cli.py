@@ -312,6 +312,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
             settings,
             budget_mib=options.budget,
             threads=options.threads,
+            on_start=lambda run: say(_chosen(run)),
             on_step=line,
             should_stop=stop,
         )
@@ -407,6 +408,16 @@ def _quiet_libraries() -> None:
 
 def _printer(options: argparse.Namespace) -> Callable[..., None]:
     return (lambda *args, **kwargs: None) if options.json or options.quiet else print
+
+
+def _chosen(run: dict[str, Any]) -> str:
+    """What a run picked by itself, and why."""
+    planned, budget = run["planned_private_bytes"] / MIB, run["budget_mib"]
+    why = "no budget" if budget is None else f"budget {budget} MiB"
+    return (
+        f"{run['weights']} weights, {run['threads']} threads, {run['micro_batch']} samples share a pass over the weights; "
+        f"planned private memory {planned:.1f} MiB ({why})"
+    )
 
 
 class _StepLine:

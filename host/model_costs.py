@@ -37,6 +37,8 @@ from runtime.memory import MIB
 GIB = 1024**3
 WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")
 """Stored types of the weights on flash, from the most exact to the least."""
+RUNTIME_BYTES = 3 * MIB
+"""What a run takes besides: loaded programs, the step log, the allocator's slack (measured: 3 to 4 MiB)."""
 WIDENED_PIECES = {"int8": 1, "int4": 3}
 """Pieces of a weight that are in the workspace as float32 at a time."""
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -153,6 +155,7 @@ class ModelCosts:
             "arenas": self._once(self._loss_arena, 0)
             + len(programs) * (2 * state + (2 * 4 * linear if dtype in ("fp16", "bf16") else 0))
             + sum(4 * self._once(self._lora_size, i) for i in {self._kind(i): i for i in middle}.values()),
+            "runtime": RUNTIME_BYTES,
             "block inputs": state * (len(middle) + 3),
             "LoRA": ADAM_BYTES * trained,
             "sample": 4 * sum(value.numel() for value in records),

@@ -223,6 +223,7 @@ def train(
     budget_mib: int | None = None,
     threads: int | None = None,
     micro_batch: int | None = None,
+    on_start: Callable[[dict[str, Any]], None] = lambda run: None,
     on_step: StepCallback = lambda row: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -235,6 +236,7 @@ def train(
         budget_mib: Most private memory beyond the idle process, MiB; None measures without a limit.
         threads: Size of the thread pool; None is `default_threads`.
         micro_batch: Samples that go through a block together, a divisor of the accumulation; None is `choose_micro_batch`.
+        on_start: Called with the content of `run.json` before the first step: what was chosen.
         on_step: Called with each row of the metrics.
         should_stop: Asked after each step; true saves a checkpoint and returns with status `stopped`.
 
@@ -275,12 +277,14 @@ def train(
         "budget_mib": budget_mib,
         "threads": trainer.threads,
         "micro_batch": micro_batch,
+        "weights": bundle.manifest.weights,
         "planned_private_bytes": planned_private_bytes(bundle, micro_batch),
         "idle_private_bytes": watch.idle_private_bytes,
         "summary": {},
         "versions": {name: metadata.version(name) for name in ("torch", "executorch")},
     }
     atomic.write_json(run_dir / "run.json", run)
+    on_start(run)
     log = MetricsWriter(run_dir, resume_step=first_step)
     order = itertools.islice(
         sample_order(len(trainer.samples), settings.seed), first_step * settings.accumulation, None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from export.parity import check_parity
 from host import residuals
+from host.exporter import Exporter
 from host.frozen_base import Patches, base_outputs, sample_tensors, token_grid
 from host.models import PromptStates
 from host.models.folder import load_lora
@@ -26,7 +28,7 @@ from runtime.errors import BudgetExceededError, BundleError, CheckpointError, No
 from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.sample_store import SampleStore
-from runtime.trainer import ADAPTER, Trainer, train
+from runtime.trainer import ADAPTER, Trainer, choose_micro_batch, planned_private_bytes, train
 from tests.tiny_models import rebuild_inputs
 
 SETTINGS = TrainingSpec(steps=6, accumulation=2, learning_rate=1e-2, checkpoint_every=2, warmup_steps=2)
@@ -194,6 +196,50 @@ def test_a_kill_at_any_moment_loses_nothing(bundle_dir, undisturbed, tmp_path, m
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "complete"
     assert losses(run_dir) == losses(undisturbed)
     assert sha256_file(run_dir / ADAPTER) == sha256_file(undisturbed / ADAPTER)
+
+
+def test_a_micro_batch_gives_the_same_adapter_from_half_the_bytes(bundle_dir, finished, tmp_path):
+    runs = {size: tmp_path / str(size) for size in (1, 2)}
+    for size, run_dir in runs.items():
+        assert train(bundle_dir, run_dir, SETTINGS, micro_batch=size)["micro_batch"] == size
+        assert (run_dir / ADAPTER).read_bytes() == (finished / ADAPTER).read_bytes()
+    one, two = (read_metrics(run_dir)[-1]["streamed_bytes"] for run_dir in runs.values())
+    samples = 2 * two - one  # weights are read once for two samples, the samples themselves as before
+    assert 0 < samples < 0.5 * two
+    with pytest.raises(ValueError, match="micro_batch: got 3, expected a divisor of the accumulation 2"):
+        train(bundle_dir, tmp_path / "three", SETTINGS, micro_batch=3)
+
+
+def test_the_budget_decides_how_many_samples_share_a_pass(bundle_dir):
+    bundle = Bundle(bundle_dir)
+    sizes = [planned_private_bytes(bundle, size) for size in (1, 2, 4)]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert choose_micro_batch(bundle, 4, None) == 4
+    assert choose_micro_batch(bundle, 4, 2 * sizes[2]) == 4
+    assert choose_micro_batch(bundle, 4, round(sizes[1] / 0.9) + 1) == 2
+    assert choose_micro_batch(bundle, 4, sizes[0]) == 1
+
+
+@pytest.mark.parametrize(("weight_format", "loss_error", "cosine"), [("int8", 1e-3, 0.999), ("int4", 2e-2, 0.97)])
+def test_a_bundle_with_narrow_weights_learns_what_float32_does(
+    exporter, bundle_dir, photos_dir, tmp_path, weight_format, loss_error, cosine
+):
+    settings = replace(exporter.config.export, weights=weight_format, backend="xnnpack")
+    Exporter(replace(exporter.config, export=settings), photos_dir, tmp_path / "bundle").run(lambda *_: None)
+    trainers = [Trainer(Bundle(path), threads=1) for path in (bundle_dir, tmp_path / "bundle")]
+    found = []
+    for trainer in trainers:
+        trainer.lora.flat.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+        losses = trainer.accumulate([trainer.read(index) for index in range(4)], 0.25)
+        found.append((sum(losses), trainer.lora.gradient))
+    (exact, exact_gradient), (narrow, narrow_gradient) = found
+    assert narrow == pytest.approx(exact, rel=loss_error)
+    assert narrow != exact
+    assert torch.cosine_similarity(exact_gradient, narrow_gradient, dim=0) > cosine
+    sizes = [
+        sum((path / b.file).stat().st_size for b in trainers[0].blocks) for path in (bundle_dir, tmp_path / "bundle")
+    ]
+    assert sizes[1] < {"int8": 0.4, "int4": 0.3}[weight_format] * sizes[0]
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bundle_dir, finished, tmp_path, caplog):

@@ -1,0 +1,108 @@
+"""Training where the weights do not fit into memory: `python -m benchmarks.cold`. Needs root and cgroup v1; writes cold.json.
+
+The process lives in a memory cgroup smaller than the weights and starts with none of them in the page cache, so every pass
+reads flash. Compared with the bytes that have to be read, and with the longer of computing and reading.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.step import RESULTS
+from benchmarks.synthetic import WORKS, make_bundle
+from runtime.manifest import read_manifest
+from runtime.memory import MIB
+from runtime.metrics import read_metrics
+
+GROUP = Path("/sys/fs/cgroup/memory/pocketdit-cold")
+
+
+def main() -> None:
+    """Measures three steps after a warm-up step, and the storage by itself."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work-dir", type=Path, default=Path("/tmp/pocketdit-benchmarks"))
+    parser.add_argument(
+        "--limit-mib", type=int, default=512, help="of the whole process, interpreter and page cache included"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    bundle = options.work_dir / "sana-0.6b-fp32"
+    if not (bundle / "manifest.json").is_file():
+        make_bundle(WORKS["sana-0.6b"], "fp32", bundle)
+    manifest = read_manifest(bundle)
+    files = [bundle / block.file for block in manifest.blocks]
+    weights = sum(path.stat().st_size for path in files)
+    warm = _train(bundle, options.threads, None)
+    _forget(files)
+    bandwidth = _bandwidth(files)
+    _forget(files)
+    cold = _train(bundle, options.threads, options.limit_mib)
+    bound_ms = max(warm["step_ms"], 1e3 * 2 * weights / bandwidth)
+    result = {
+        "weights_mib": weights / MIB,
+        "limit_mib": options.limit_mib,
+        "storage_mib_per_s": bandwidth / MIB,
+        "warm_step_ms": warm["step_ms"],
+        "cold_step_ms": cold["step_ms"],
+        "cold_to_bound": cold["step_ms"] / bound_ms,
+        "read_to_twice_the_weights": cold["read_bytes"] / (2 * weights),
+        "peak_private_mib": cold["peak_private_bytes"] / MIB,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "cold.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def _train(bundle: Path, threads: int, limit_mib: int | None) -> dict[str, float]:
+    code = (
+        "import sys; from dataclasses import replace; from pathlib import Path\n"
+        "from runtime.manifest import read_manifest; from runtime.trainer import train\n"
+        "settings = replace(read_manifest(Path(sys.argv[1])).training, steps=4)\n"
+        "if sys.argv[4]: Path(sys.argv[4], 'cgroup.procs').write_text('0')\n"
+        "train(Path(sys.argv[1]), Path(sys.argv[2]), settings, threads=int(sys.argv[3]))"
+    )
+    if limit_mib is not None:
+        GROUP.mkdir(exist_ok=True)
+        (GROUP / "memory.limit_in_bytes").write_text(str(limit_mib * MIB))
+    with tempfile.TemporaryDirectory() as run:
+        group = str(GROUP) if limit_mib is not None else ""
+        command = [sys.executable, "-c", code, str(bundle), run, str(threads), group]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"training failed ({done.returncode}): {done.stderr[-1500:]}")
+        rows = read_metrics(Path(run))
+    reads = [b["flash_read_bytes"] - a["flash_read_bytes"] for a, b in itertools.pairwise(rows)]
+    return {
+        "step_ms": statistics.median(row["step_ms"] for row in rows[1:]),
+        "read_bytes": statistics.median(reads),
+        "peak_private_bytes": rows[-1]["peak_private_bytes"],
+    }
+
+
+def _forget(files: list[Path]) -> None:
+    """Drops the files' clean pages from the page cache."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _bandwidth(files: list[Path]) -> float:
+    """Bytes a second of reading the files once, in order."""
+    start = time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.read(4 * MIB):
+                pass
+    return sum(path.stat().st_size for path in files) / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()
