@@ -414,9 +414,10 @@ def _chosen(run: dict[str, Any]) -> str:
     """What a run picked by itself, and why."""
     planned, budget = run["planned_private_bytes"] / MIB, run["budget_mib"]
     why = "no budget" if budget is None else f"budget {budget} MiB"
+    behind = "; blocks leave the page cache after use: not all fit" if run["drops_behind"] else ""
     return (
         f"{run['weights']} weights, {run['threads']} threads, {run['micro_batch']} samples share a pass over the weights; "
-        f"planned private memory {planned:.1f} MiB ({why})"
+        f"planned private memory {planned:.1f} MiB ({why}){behind}"
     )
 
 

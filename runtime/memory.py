@@ -9,6 +9,9 @@ from pathlib import Path
 
 SMAPS = Path("/proc/self/smaps_rollup")
 IO = Path("/proc/self/io")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
 MIB = 1024 * 1024
 SAMPLE_INTERVAL_S = 0.02
 
@@ -23,6 +26,21 @@ def memory_bytes() -> tuple[int, int]:
 def storage_read_bytes() -> int:
     """Bytes this process made the kernel read from storage; what came from the page cache is not counted."""
     return _fields(IO.read_text(), 1)["read_bytes"]
+
+
+def available_bytes() -> int:
+    """Memory the page cache can have: what the system has free, or what this process's memory cgroup leaves if that is less."""
+    free = [_fields(MEMINFO.read_text(), 1024)["MemAvailable"]]
+    for line in CGROUP.read_text().splitlines() if CGROUP.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = CGROUP_MOUNT / ("memory" if controllers else "") / path.lstrip("/")
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            if (folder / limit).is_file() and (text := (folder / limit).read_text().strip()) != "max":
+                cached = _fields((folder / "memory.stat").read_text().replace(" ", ": "), 1).get("inactive_file", 0)
+                free.append(int(text) - int((folder / usage).read_text()) + cached)
+    return max(0, min(free))
 
 
 class MemoryWatch:

