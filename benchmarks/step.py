@@ -53,7 +53,7 @@ def main() -> None:
             bundle = options.work_dir / f"{name}-{weight_format}"
             if not (bundle / "manifest.json").is_file():
                 make_bundle(WORKS[name], weight_format, bundle)
-            runs.setdefault(f"{name} {weight_format}", []).append(_ours(bundle, steps, options.threads))
+            runs.setdefault(f"{name} {weight_format}", []).append(measure_ours(bundle, steps, options.threads))
         if "sana-0.6b" in peers:
             runs.setdefault("sana-0.6b PyTorch, whole model at 512 px", []).append(
                 _eager("sana-0.6b", "whole", options.threads)
@@ -116,7 +116,8 @@ def _eager(name: str, blocks: str, threads: int) -> dict[str, Any]:
     return json.loads(_output(command, threads))
 
 
-def _ours(bundle: Path, steps: int, threads: int) -> dict[str, Any]:
+def measure_ours(bundle: Path, steps: int, threads: int) -> dict[str, Any]:
+    """Median step, peak memory and time split of a training in a process of its own, the first step left out."""
     code = (
         "import json, sys, tempfile; from dataclasses import replace; from pathlib import Path\n"
         "from runtime.trainer import train; from runtime.manifest import read_manifest\n"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from export.ops import FrozenLinears, StoredWeight
 from export.quantize import SCALE, is_linear, row_pieces
@@ -74,6 +75,16 @@ class Method:
     outputs: tuple[TensorSpec, ...]
     sources: Mapping[str, str]
     """Operator to the first line of model code that called it, for error messages."""
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call: a multiply-add as two, products and convolutions alone, by torch's own counting rules."""
+        total = 0
+        for node in self.program.graph.nodes:
+            rule = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+            if rule is not None:
+                total += rule(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]), out_val=node.meta["val"])
+        return total
 
     def source_of(self, node: torch.fx.Node) -> str:
         """The line of model code behind a node, through the second trace and any decomposition."""

@@ -69,7 +69,9 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
         file=path.name,
         backend=backend,
         methods={
-            name: MethodSpec(inputs=method.inputs, outputs=method.outputs, planned_bytes=planned[name])
+            name: MethodSpec(
+                inputs=method.inputs, outputs=method.outputs, planned_bytes=planned[name], flops=method.flops
+            )
             for name, method in methods.items()
         },
     )

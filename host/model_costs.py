@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from export import quantize
 from export.block_programs import BlockKind, LossHead, block_methods, example_tensors, loss_method
@@ -257,8 +257,8 @@ class ModelCosts:
             lora=example_tensors(self._lora(index)),
             **example_tensors({"hidden": self.hidden[0]}),
         )
-        graphs = [method.program.graph for method in block_methods(kind, 1.0).values()]
-        return max(map(_arena_bytes, graphs)), sum(map(_flops, graphs))
+        methods = block_methods(kind, 1.0).values()
+        return max(_arena_bytes(method.program.graph) for method in methods), sum(method.flops for method in methods)
 
     def _loss_arena(self, _: int) -> int:
         head = LossHead(
@@ -349,16 +349,6 @@ def _arena_bytes(graph: Graph) -> int:
 def _node_bytes(node: Node) -> int:
     value = node.meta.get("val")
     return int(value.nbytes) if node.op == "call_function" and isinstance(value, Tensor) else 0
-
-
-def _flops(graph: Graph) -> int:
-    """Multiply-adds as two, by torch's own counting rules."""
-    total = 0
-    for node in graph.nodes:
-        rule = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-        if rule is not None:
-            total += rule(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]), out_val=node.meta["val"])
-    return total
 
 
 def adapter_for(config: Mapping[str, Any]) -> ModelAdapter:

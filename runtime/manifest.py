@@ -42,6 +42,8 @@ class MethodSpec:
     outputs: tuple[TensorSpec, ...]
     planned_bytes: int
     """Size of the method's planned arena in private memory."""
+    flops: int = 0
+    """Operations of one call: products and convolutions, a multiply-add as two; 0 is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
