@@ -116,18 +116,21 @@ def _eager(name: str, blocks: str, threads: int) -> dict[str, Any]:
     return json.loads(_output(command, threads))
 
 
-def measure_ours(bundle: Path, steps: int, threads: int) -> dict[str, Any]:
-    """Median step, peak memory and time split of a training in a process of its own, the first step left out."""
+def measure_ours(bundle: Path, steps: int, threads: int, micro_batch: int = 1) -> dict[str, Any]:
+    """Median step of `micro_batch` samples, peak memory and time split of a training in a process of its own; the first step
+    is left out."""
     code = (
         "import json, sys, tempfile; from dataclasses import replace; from pathlib import Path\n"
         "from runtime.trainer import train; from runtime.manifest import read_manifest\n"
-        "bundle = Path(sys.argv[1]); settings = replace(read_manifest(bundle).training, steps=int(sys.argv[2]) + 1)\n"
+        "bundle = Path(sys.argv[1])\n"
+        "settings = replace(read_manifest(bundle).training, steps=int(sys.argv[2]) + 1, accumulation=int(sys.argv[4]))\n"
         "rows = []\n"
         "with tempfile.TemporaryDirectory() as run:\n"
         "    train(bundle, Path(run), settings, threads=int(sys.argv[3]), on_step=rows.append)\n"
         "print(json.dumps(rows))"
     )
-    rows = json.loads(_output([sys.executable, "-c", code, str(bundle), str(steps), str(threads)], threads))
+    arguments = [str(bundle), str(steps), str(threads), str(micro_batch)]
+    rows = json.loads(_output([sys.executable, "-c", code, *arguments], threads))
     later = rows[1:]
     split = ("read_ms", "forward_ms", "backward_ms", "optimizer_ms")
     return {

@@ -76,16 +76,6 @@ class Method:
     sources: Mapping[str, str]
     """Operator to the first line of model code that called it, for error messages."""
 
-    @property
-    def flops(self) -> int:
-        """Operations of one call: a multiply-add as two, products and convolutions alone, by torch's own counting rules."""
-        total = 0
-        for node in self.program.graph.nodes:
-            rule = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-            if rule is not None:
-                total += rule(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]), out_val=node.meta["val"])
-        return total
-
     def source_of(self, node: torch.fx.Node) -> str:
         """The line of model code behind a node, through the second trace and any decomposition."""
         traced = re.findall(r"torch\.ops\.([\w.]+)\(", node.meta.get("stack_trace") or "")
@@ -114,6 +104,24 @@ def _is_model_code(filename: str) -> bool:
     return "site-packages" not in filename and "/lib/python" not in filename and filename != __file__
 
 
+@dataclass(frozen=True, slots=True)
+class Traceable:
+    """A method before it is traced."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    examples: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        # Inference tensors and tensors that require a gradient would leak into the graph as constants.
+        object.__setattr__(self, "examples", tuple(value.detach().contiguous() for value in self.examples))
+
+    def graph(self) -> torch.fx.Graph:
+        """What the program will compute, without exporting it: enough to count memory and operations."""
+        return _trace(self)[0].graph
+
+
 def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
     """Exports `<kind>_forward` and `<kind>_backward`.
 
@@ -121,6 +129,11 @@ def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
         kind: Function and example tensors.
         lora_scale: alpha / rank, a constant of the graph.
     """
+    return {name: _export(method, kind.name) for name, method in block_traceables(kind, lora_scale).items()}
+
+
+def block_traceables(kind: BlockKind, lora_scale: float) -> dict[str, Traceable]:
+    """As `block_methods`, before tracing."""
     weights, lora_names = _WeightInputs(kind.weights), list(kind.lora)
     num_conditioning, num_weights = len(kind.conditioning), len(weights.specs)
 
@@ -146,13 +159,12 @@ def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
     examples = (*kind.conditioning.values(), *weights.examples, *kind.lora.values(), kind.hidden)
     gradients = {"grad_hidden": kind.hidden} | {f"grad.{name}": value for name, value in kind.lora.items()}
     return {
-        f"{kind.name}_forward": _export(forward, examples, inputs, _specs("state", state), kind.name),
-        f"{kind.name}_backward": _export(
+        f"{kind.name}_forward": Traceable(forward, examples, inputs, _specs("state", state)),
+        f"{kind.name}_backward": Traceable(
             backward,
             (*examples, kind.hidden),
             inputs + _specs("gradient", {"grad_output": kind.hidden}),
             _specs("gradient", gradients),
-            kind.name,
         ),
     }
 
@@ -195,6 +207,11 @@ def example_tensors(tensors: Tensors) -> dict[str, Tensor]:
 def loss_method(head: LossHead) -> dict[str, Method]:
     """Exports `loss`: mean squared error between prediction and target, and its gradient with respect to the hidden
     state before the tail. The tail's part is the stored residual."""
+    return {"loss": _export(loss_traceable(head), "loss")}
+
+
+def loss_traceable(head: LossHead) -> Traceable:
+    """As `loss_method`, before tracing."""
     weights = _WeightInputs(head.weights)
     num_conditioning = len(head.conditioning)
     num_prompt = head.hidden.shape[0] - head.tail_residual.shape[0]
@@ -217,7 +234,7 @@ def loss_method(head: LossHead) -> dict[str, Method]:
         inputs += _specs(role, {names.get(role, role): value})
     outputs = _specs("loss", {"loss": torch.zeros(())}) + _specs("gradient", {"grad_hidden": head.hidden})
     examples = (*head.conditioning.values(), *weights.examples, *ends.values())
-    return {"loss": _export(loss, examples, inputs, outputs, "loss")}
+    return Traceable(loss, examples, inputs, outputs)
 
 
 class _Wrapper(torch.nn.Module):
@@ -231,28 +248,37 @@ class _Wrapper(torch.nn.Module):
         return self.graph_module(*inputs)
 
 
-def _export(
-    function: Callable[..., tuple[Tensor, ...]],
-    examples: tuple[Tensor, ...],
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    name: str,
-) -> Method:
-    """Traces through autograd, then exports. Tracing on fake tensors: no weight is read and nothing is computed."""
-    # Inference tensors and tensors that require a gradient would leak into the graph as constants.
-    examples = tuple(value.detach().contiguous() for value in examples)
+def _export(method: Traceable, name: str) -> Method:
+    """Traces through autograd, then exports."""
+    graph, lines = _trace(method)
+    with torch.no_grad():
+        program = torch.export.export(_Wrapper(graph), method.examples, strict=False)
+    exported = Method(program, method.inputs, method.outputs, lines)
+    _require_closed(exported, name)
+    return exported
+
+
+def _trace(method: Traceable) -> tuple[torch.fx.GraphModule, dict[str, str]]:
+    """The graph and its operators' lines of model code. Tracing on fake tensors: no weight is read, nothing is computed."""
     sources = _Sources()
 
     def recorded(*inputs: Tensor) -> tuple[Tensor, ...]:
         with sources:
-            return function(*inputs)
+            return method.function(*inputs)
 
-    graph = make_fx(recorded, tracing_mode="fake")(*examples)
+    graph = make_fx(recorded, tracing_mode="fake")(*method.examples)
     _drop_detached(graph)
-    with torch.no_grad():
-        method = Method(torch.export.export(_Wrapper(graph), examples, strict=False), inputs, outputs, sources.lines)
-    _require_closed(method, name)
-    return method
+    return graph, sources.lines
+
+
+def flops(graph: torch.fx.Graph) -> int:
+    """Operations of one call: a multiply-add as two, products and convolutions alone, by torch's own counting rules."""
+    total = 0
+    for node in graph.nodes:
+        rule = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+        if rule is not None:
+            total += rule(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]), out_val=node.meta["val"])
+    return total
 
 
 def _drop_detached(graph: torch.fx.GraphModule) -> None:

@@ -16,7 +16,7 @@ import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
 
-from export.block_programs import Method
+from export.block_programs import Method, flops
 from runtime import atomic
 from runtime.errors import ExportError
 from runtime.manifest import MethodSpec, ProgramSpec
@@ -70,7 +70,10 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
         backend=backend,
         methods={
             name: MethodSpec(
-                inputs=method.inputs, outputs=method.outputs, planned_bytes=planned[name], flops=method.flops
+                inputs=method.inputs,
+                outputs=method.outputs,
+                planned_bytes=planned[name],
+                flops=flops(method.program.graph),
             )
             for name, method in methods.items()
         },

@@ -1,8 +1,8 @@
-"""Charts and style of the report: reads numbers, writes inline SVG and CSS for `host/report.py`.
+"""Charts of the reports: reads numbers, writes inline SVG; its style is in page.py.
 
 No dependency and no script: values on hover are SVG `<title>` elements. Each chart is drawn twice, for wide and for
 narrow screens, because text inside a scaled SVG shrinks with it; the style sheet shows one of the two.
-Command: `pocketdit report RUN`.
+Commands: `pocketdit report RUN`, `pocketdit emulate BUNDLE`.
 """
 
 import html
@@ -16,6 +16,8 @@ WIDTHS = ((920, "wide"), (380, "narrow"))
 MAX_DRAWN_POINTS = 800
 MAX_HOVER_COLUMNS = 60
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 30, 46
+MIN_COLUMN_WIDTH = 6
+MARK_ROWS, MARK_HEIGHT, MARK_TEXT_WIDTH = 3, 18, 8.2
 TEXT_WIDTH = 7.2  # pixels of one 13 px character, rounded up: SVG cannot measure text
 
 
@@ -41,6 +43,31 @@ class Limit:
     """Height of the line, in the unit of the y axis."""
     label: str
     """Text above the line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """A shaded stretch of the x axis, such as a phase."""
+
+    start: float
+    end: float
+    label: str
+    """What it is, on hover."""
+    group: str
+    """Name in the legend, shared by all bands of a kind."""
+    color: str
+    """Colour class of the style sheet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A labelled moment on the x axis, such as a fault."""
+
+    x: float
+    label: str
+    """Empty for the line alone."""
+    bad: bool = False
+    """Drawn as the budget line is."""
 
 
 def escape(text: object) -> str:
@@ -83,6 +110,8 @@ def line_chart(
     limit: Limit | None = None,
     y_low: float = 0.0,
     y_cap: float | None = None,
+    bands: Sequence[Band] = (),
+    marks: Sequence[Mark] = (),
 ) -> str:
     """Draws curves over a shared x axis that starts at 0.
 
@@ -95,6 +124,8 @@ def line_chart(
         limit: Horizontal line that the y axis always includes.
         y_low: Where the y axis starts.
         y_cap: Values above it are drawn at it, so that one spike does not flatten the rest.
+        bands: Shaded stretches behind the curves.
+        marks: Moments in front of them.
 
     Returns:
         A legend and two `<svg>` elements, wide and narrow.
@@ -105,12 +136,17 @@ def line_chart(
     if limit is not None:
         y_high = max(y_high, limit.value * 1.12)  # room for the label
     y_high += 0.03 * (y_high - y_low) if y_high > y_low else abs(y_high) or 1.0
+    num_rows = min(MARK_ROWS, sum(bool(mark.label) for mark in marks))
+    plot_height = height - TOP - BOTTOM
+    y_high += (
+        (y_high - y_low) * MARK_HEIGHT * num_rows / (plot_height - MARK_HEIGHT * num_rows)
+    )  # room for their labels
     y_ticks = [tick for tick in nice_ticks(y_low, y_high, height // 40) if tick <= y_high]
-    x_high = max(max(x for each in series for x, _ in each.points), 0.0) or 1.0
+    x_high = max([x for each in series for x, _ in each.points] + [mark.x for mark in marks] + [0.0]) or 1.0
     drawn = []
     for width, css in WIDTHS:
         frame = _Frame(width=width, height=height, x_high=x_high, y_high=y_high, y_ticks=y_ticks)
-        shapes = frame.axes(x_label, y_label)
+        shapes = _bands(bands, frame) + frame.axes(x_label, y_label)
         for each in series:
             shapes += _curve(each, frame)
         if limit is not None:
@@ -119,8 +155,61 @@ def line_chart(
             shapes.append(
                 f'<text class="limit" x="{frame.right}" y="{y - 6:.1f}" text-anchor="end">{escape(limit.label)}</text>'
             )
-        drawn.append(_svg(width, height, css, title, shapes + _hover(series, x_label, frame)))
-    return _legend([(each.label, each.color, each.style) for each in series]) + "".join(drawn)
+        shapes += _marks(marks, frame) + _hover(series, x_label, frame)
+        drawn.append(_svg(width, height, css, title, shapes))
+    legend = [(each.label, each.color, str(each.style)) for each in series]
+    legend += list(dict.fromkeys((band.group, band.color, "band") for band in bands))
+    return _legend(legend) + "".join(drawn)
+
+
+def stacked_columns(
+    columns: Sequence[tuple[float, Sequence[float]]],
+    parts: Sequence[tuple[str, str]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    height: int = 240,
+) -> str:
+    """Draws a column per whole x, its parts on top of each other; where there are too many, the mean of neighbours.
+
+    Args:
+        columns: (x, value of each part) in order of x; at least one.
+        parts: (label, colour class), the lowest first.
+        title: Alternative text for those who cannot see the chart.
+        x_label: Quantity below the x axis, such as the step.
+        y_label: Quantity and unit above the y axis.
+        height: Height in pixels at full width.
+
+    Returns:
+        A legend and two `<svg>` elements, wide and narrow.
+    """
+    assert columns, "a chart needs at least one column"
+    drawn = []
+    for width, css in WIDTHS:
+        size = math.ceil(len(columns) / (width // MIN_COLUMN_WIDTH))
+        groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+        means = [[sum(column) / len(group) for column in zip(*(v for _, v in group), strict=True)] for group in groups]
+        y_high = 1.03 * max(max(sum(values) for values in means), 0.0) or 1.0
+        y_ticks = [tick for tick in nice_ticks(0, y_high, height // 40) if tick <= y_high]
+        frame = _Frame(width=width, height=height, x_high=columns[-1][0] + 0.5, y_high=y_high, y_ticks=y_ticks)
+        shapes = frame.axes(x_label, y_label, whole=True)
+        for group, values in zip(groups, means, strict=True):
+            (first, _), (last, _) = group[0], group[-1]
+            left, right = frame.x(first - 0.5), frame.x(last + 0.5)
+            side = max(right - left - (1.5 if right - left > 5 else 0), 0.5)
+            tip = f"{x_label} {first:g}" + (f" to {last:g}, mean" if last > first else "")
+            base = 0.0
+            for (_, color), value in zip(parts, values, strict=True):
+                top, bottom = frame.y(base + max(value, 0.0)), frame.y(base)
+                place = f'x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{bottom - top:.1f}"'
+                shapes.append(f'<rect class="fill {color}" {place}/>')
+                base += max(value, 0.0)
+            tip += "".join(f" · {name} {format_amount(value)}" for (name, _), value in zip(parts, values, strict=True))
+            place = f'x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.5):.1f}" height="{frame.bottom - TOP}"'
+            shapes.append(f'<rect class="hit" {place}><title>{escape(tip)}</title></rect>')
+        drawn.append(_svg(width, height, css, title, shapes))
+    return _legend([(name, color, "bar") for name, color in parts]) + "".join(drawn)
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], *, title: str, unit: str) -> str:
@@ -191,8 +280,8 @@ class _Frame:
         low, high = self.y_ticks[0], self.y_high
         return self.bottom - (min(max(value, low), high) - low) / (high - low) * (self.bottom - TOP)
 
-    def axes(self, x_label: str, y_label: str) -> list[str]:
-        """Grid lines, tick texts and axis labels."""
+    def axes(self, x_label: str, y_label: str, *, whole: bool = False) -> list[str]:
+        """Grid lines, tick texts and axis labels; with `whole` only whole numbers below the x axis."""
         shapes = [f'<text class="label" x="0" y="12">{escape(y_label)}</text>']
         for tick in self.y_ticks:
             y, text = self.y(tick), format_tick(tick, self.y_ticks[1] - self.y_ticks[0])
@@ -200,8 +289,11 @@ class _Frame:
             shapes.append(f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{text}</text>')
         ticks = nice_ticks(0, self.x_high, 8 if self.width > 600 else 4)
         for tick in ticks:
-            if tick <= self.x_high * 1.001:
-                text, anchor = format_tick(tick, ticks[1]), "end" if self.x(tick) > self.right - 8 else "middle"
+            if tick <= self.x_high * 1.001 and not (whole and tick % 1):
+                text, anchor = (
+                    format_tick(tick, 1 if whole else ticks[1]),
+                    "end" if self.x(tick) > self.right - 8 else "middle",
+                )
                 shapes.append(
                     f'<text x="{self.x(tick):.1f}" y="{self.bottom + 19}" text-anchor="{anchor}">{text}</text>'
                 )
@@ -249,6 +341,33 @@ def _curve(series: Series, frame: _Frame) -> list[str]:
     return shapes
 
 
+def _bands(bands: Sequence[Band], frame: _Frame) -> list[str]:
+    shapes = []
+    for band in bands:
+        left, right = frame.x(band.start), frame.x(min(band.end, frame.x_high))
+        place = f'x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.5):.1f}" height="{frame.bottom - TOP}"'
+        shapes.append(f'<rect class="band {band.color}" {place}><title>{escape(band.label)}</title></rect>')
+    return shapes
+
+
+def _marks(marks: Sequence[Mark], frame: _Frame) -> list[str]:
+    """Lines first, then their labels, each in the first row that has room; where none has, the line tells on hover."""
+    lines, labels = [], []
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(MARK_ROWS)]
+    for mark in sorted(marks, key=lambda each: each.x):
+        x, css = frame.x(min(mark.x, frame.x_high)), "limit" if mark.bad else "mark"
+        tip = f"<title>{escape(mark.label)}</title>" if mark.label else ""
+        lines.append(f'<path class="{css}" d="M{x:.1f} {TOP}V{frame.bottom}">{tip}</path>')
+        side = len(mark.label) * MARK_TEXT_WIDTH + 10
+        anchor, start, place = ("start", x, x + 6) if x + side <= frame.right else ("end", x - side, x - 6)
+        rows = (row for row in taken if all(start + side <= low or high <= start for low, high in row))
+        if mark.label and (row := next(rows, None)) is not None:
+            row.append((start, start + side))
+            where = f'x="{place:.1f}" y="{TOP + 13 + MARK_HEIGHT * taken.index(row)}" text-anchor="{anchor}"'
+            labels.append(f'<text class="{css}" {where}>{escape(mark.label)}</text>')
+    return lines + labels
+
+
 def _hover(series: Sequence[Series], x_label: str, frame: _Frame) -> list[str]:
     """Invisible columns whose `<title>` tells the values below the pointer."""
     columns: dict[int, tuple[float, dict[str, float]]] = {}
@@ -264,139 +383,3 @@ def _hover(series: Sequence[Series], x_label: str, frame: _Frame) -> list[str]:
         place = f'x="{LEFT + column * side:.1f}" y="{TOP}" width="{side:.1f}" height="{frame.bottom - TOP}"'
         shapes.append(f'<rect class="hit" {place}><title>{escape(tip)}</title></rect>')
     return shapes
-
-
-STYLE = """
-:root { color-scheme: light dark; --page: #fbfaf8; --card: #ffffff; --ink: #1d1c1a; --soft: #66635d; --line: #e5e2dc;
-  --bad: #b3311f; --c1: #2f5fd0; --c2: #bd7410; --c3: #17806f; --c4: #8a63c9; --c5: #928e86; --on: #ffffff; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --page: #141416; --card: #1c1c1f; --ink: #ecebe8; --soft: #a3a09a; --line: #313136; --bad: #ff8a75; --c1:
-    #86a8ff; --c2: #f0b055; --c3: #55c9b4; --c4: #b898f0; --c5: #77746e; --on: #141416; }
-}
-* { box-sizing: border-box; margin: 0; }
-body { background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%; font: 16px/1.55 system-ui,
-  -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1000px; margin: 0 auto; padding: 56px 24px 72px; }
-section { margin-top: 56px; }
-h1 { font-size: clamp(28px, 4.5vw, 40px); line-height: 1.15; font-weight: 650; letter-spacing: -0.02em; margin: 8px 0
-  16px; overflow-wrap: anywhere; text-wrap: balance; }
-h2 { font-size: 22px; line-height: 1.3; font-weight: 650; letter-spacing: -0.01em; margin-bottom: 4px; }
-h3 { font-size: 16px; font-weight: 600; margin: 28px 0 12px; overflow-wrap: anywhere; }
-img { display: block; max-width: 100%; height: auto; border-radius: 8px; background: var(--line); }
-header { display: flex; gap: 40px; align-items: center; justify-content: space-between; flex-wrap: wrap; }
-header > div:first-child { flex: 1 1 400px; min-width: 0; }
-.eyebrow { color: var(--soft); font-size: 14px; }
-.verdict { font-size: 19px; line-height: 1.45; max-width: 36em; text-wrap: pretty; }
-.hero { display: flex; gap: 8px; }
-.hero figure { flex: 0 1 128px; }
-.hero figcaption { font-size: 13px; text-align: center; margin-top: 4px; }
-.hero img, .photo img, .pair img, .gap { width: 100%; aspect-ratio: 1; object-fit: cover; }
-.hero .gap { width: 120px; max-width: 100%; }
-.lead, figcaption, .note { color: var(--soft); font-size: 15px; max-width: 46em; text-wrap: pretty; }
-.lead { margin-bottom: 20px; }
-h2 + :not(.lead) { margin-top: 14px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 12px; margin-top: 40px; }
-.tile, .plate, .pair { background: var(--card); border: 1px solid var(--line); border-radius: 12px; break-inside:
-  avoid; }
-.tile { padding: 16px 20px 18px; }
-.tile p { color: var(--soft); font-size: 14px; line-height: 1.4; }
-.tile strong { display: block; font-size: 28px; line-height: 1.3; font-weight: 650; letter-spacing: -0.02em; margin:
-  2px 0; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.tile .bad { color: var(--bad); }
-.tile small { font-size: 16px; font-weight: 500; letter-spacing: 0; }
-.meter { display: block; height: 4px; border-radius: 2px; background: var(--line); margin-top: 8px; overflow: hidden;
-  }
-.meter i { display: block; height: 100%; background: var(--c5); border-radius: 2px; }
-.meter .after { background: var(--c1); }
-.meter .over { background: var(--bad); }
-.photos { display: grid; grid-template-columns: repeat(auto-fill, minmax(140px, 1fr)); gap: 16px; }
-.photo { break-inside: avoid; }
-.photo figcaption { font-size: 13px; line-height: 1.4; margin-top: 6px; overflow-wrap: anywhere; }
-.pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 16px; }
-.pair { padding: 12px; }
-.pair > div { display: grid; grid-template-columns: 1fr 1fr; gap: 10px; }
-.pair span { display: block; font-size: 13px; line-height: 1.4; color: var(--soft); }
-.pair .when { font-weight: 600; margin-bottom: 6px; }
-.pair .when.after { color: var(--c1); }
-.pair .similarity { margin-top: 8px; font-variant-numeric: tabular-nums; }
-.pair figcaption { font-size: 13px; margin-top: 8px; }
-.gap { display: grid; place-items: center; border: 1px dashed var(--c5); border-radius: 8px; color: var(--soft);
-  font-size: 13px; }
-.tag { font-size: 12px; font-weight: 500; color: var(--soft); border: 1px solid var(--line); border-radius: 99px;
-  padding: 2px 9px; margin-left: 8px; white-space: nowrap; }
-.missing { border: 1px dashed var(--c5); border-radius: 12px; padding: 18px 20px; color: var(--soft); overflow-wrap:
-  anywhere; }
-.pairs + .missing { margin-top: 20px; }
-code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; color: var(--ink); background:
-  var(--card); border: 1px solid var(--line); border-radius: 5px; padding: 1px 6px; }
-.plate { padding: 20px; }
-.plate img { margin: 0 auto; }
-.note { margin-top: 14px; font-size: 14px; }
-.c1 { --c: var(--c1); }
-.c2 { --c: var(--c2); }
-.c3 { --c: var(--c3); }
-.c4 { --c: var(--c4); }
-.c5 { --c: var(--c5); }
-.chart { display: block; width: 100%; height: auto; overflow: visible; }
-.chart.narrow { display: none; }
-.chart + .legend { margin-top: 24px; }
-.bar + .legend { margin-top: 16px; }
-.chart text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--soft);
-  font-variant-numeric: tabular-nums; }
-.chart text.limit { fill: var(--bad); font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 5px; }
-.chart text.on { fill: var(--on); font-weight: 600; }
-.chart path { fill: none; stroke: var(--c); stroke-linejoin: round; stroke-linecap: round; }
-.chart .grid { stroke: var(--line); }
-.chart .axis { stroke: var(--c5); }
-.chart path.limit { stroke: var(--bad); stroke-dasharray: 6 5; stroke-width: 1.5; }
-.chart .line, .chart .area { stroke-width: 2; }
-.chart .steps { stroke-width: 1.5; stroke-dasharray: 1 4; }
-.chart .dots { stroke-width: 4; opacity: 0.3; }
-.chart path.shade { stroke: none; fill: var(--c); opacity: 0.16; }
-.chart .fill { fill: var(--c); }
-.chart .hit { fill: transparent; }
-.chart .hit:hover { fill: var(--ink); fill-opacity: 0.06; }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; margin-bottom: 14px; font-size:
-  14px; color: var(--soft); font-variant-numeric: tabular-nums; }
-.legend:last-child { margin-bottom: 0; }
-.key { display: inline-block; width: 14px; height: 3px; border-radius: 2px; background: var(--c); margin-right: 8px;
-  vertical-align: 4px; }
-.key.dots { width: 7px; height: 7px; border-radius: 50%; opacity: 0.5; vertical-align: 1px; }
-.key.area, .key.bar { width: 11px; height: 11px; border-radius: 3px; vertical-align: -1px; }
-.key.steps { background: repeating-linear-gradient(90deg, var(--c) 0 2px, transparent 2px 5px); }
-details { border-top: 1px solid var(--line); }
-details:last-of-type { border-bottom: 1px solid var(--line); }
-summary { cursor: pointer; padding: 12px 0; font-weight: 600; }
-summary span { color: var(--soft); font-weight: 400; font-size: 14px; margin-left: 6px; }
-table { width: 100%; border-collapse: collapse; font-size: 14px; margin-bottom: 16px; }
-th, td { text-align: left; vertical-align: top; padding: 6px 16px 6px 0; border-top: 1px solid var(--line);
-  overflow-wrap: anywhere; }
-th { width: 36%; font-weight: 400; color: var(--soft); }
-footer { margin-top: 56px; color: var(--soft); font-size: 13px; overflow-wrap: anywhere; }
-@media screen and (max-width: 700px) {
-  main { padding: 32px 16px 48px; }
-  section { margin-top: 44px; }
-  header { gap: 24px; }
-  .verdict { font-size: 17px; }
-  .tiles { grid-template-columns: 1fr 1fr; margin-top: 28px; }
-  .tile { padding: 12px 14px 14px; }
-  .tile strong { font-size: 22px; }
-  .tile small, .tile p { font-size: 13px; }
-  .photos { grid-template-columns: repeat(auto-fill, minmax(100px, 1fr)); gap: 12px; }
-  .plate { padding: 16px 12px; }
-  .chart.wide { display: none; }
-  .chart.narrow { display: block; }
-}
-@media print {
-  @page { margin: 14mm; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  body { background: none; font-size: 11pt; }
-  main { max-width: none; padding: 0 1px; }
-  section { margin-top: 28px; }
-  h2, h3, .lead { break-after: avoid; break-inside: avoid; }
-  .tiles { grid-template-columns: repeat(3, 1fr); }
-  .photos { grid-template-columns: repeat(auto-fill, minmax(100px, 1fr)); }
-  .pairs { grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); }
-  details::details-content { content-visibility: visible; height: auto; }
-}
-"""

@@ -20,7 +20,7 @@ from typing import Any
 
 from host.config import Config, read_tables, resolve
 from runtime import __version__
-from runtime.errors import BudgetExceededError, NonFiniteLossError, PocketDiTError
+from runtime.errors import BudgetExceededError, NonFiniteLossError, PocketDiTError, StorageFullError
 from runtime.manifest import TrainingSpec, read_manifest
 from runtime.schema import encode
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     try:
         result = options.run(options)
-    except (BudgetExceededError, NonFiniteLossError) as error:
+    except (BudgetExceededError, NonFiniteLossError, StorageFullError) as error:
         print(f"pocketdit {options.command}: {error}", file=sys.stderr)
         return EXIT_STOPPED
     except (PocketDiTError, ValueError, FileNotFoundError) as error:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     if options.json:
         print(json.dumps(result, ensure_ascii=False))
-    return EXIT_STOPPED if result.get("status") == "stopped" else 0
+    return int(result.get("exit_status", EXIT_STOPPED if result.get("status") == "stopped" else 0))
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--weights", metavar="TYPE", help="how weights are stored: fp32 (default), fp16, bf16, int8 or int4"
     )
+    sub.add_argument(
+        "--budget", type=_positive, metavar="MIB", help="private memory training may take: chooses what is left open"
+    )
     sub.add_argument("--dry-run", action="store_true", help="check everything, print sizes, write nothing")
     settings(sub)
 
@@ -136,6 +139,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dry-run", action="store_true", help="check the bundle, print the plan, write nothing")
     settings(sub)
+
+    sub = command(
+        "emulate",
+        _emulate,
+        "Trains under a phone's limits: says whether the bundle keeps within them.",
+        "pocketdit emulate bundles/dog --device pixel-8 --budget 512MiB",
+    )
+    sub.add_argument("bundle", type=Path, help="bundle folder")
+    sub.add_argument("--device", required=True, metavar="NAME", help="a known device, or a profile of your own (.toml)")
+    sub.add_argument(
+        "--budget", type=_size, metavar="SIZE", help="most private memory beyond the idle process (the profile's)"
+    )
+    sub.add_argument(
+        "--budget-total", type=_size, metavar="SIZE", help="instead: of everything, interpreter and page cache included"
+    )
+    sub.add_argument("--page-cache", type=_size, metavar="SIZE", help="page cache beside the budget (the profile's)")
+    sub.add_argument("--steps", type=_positive, help="optimizer steps (20)")
+    sub.add_argument("--run", dest="run_dir", type=Path, help="run folder (runs/<bundle>-<device>)")
+    sub.add_argument(
+        "--faults", metavar="KIND,KIND", help="kill, low-memory, disk-full, slow-read, failing-read, thermal, battery"
+    )
+    sub.add_argument("--require-enforcement", action="store_true", help="refuse limits that are only sampled")
 
     sub = command(
         "generate",
@@ -202,14 +227,21 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         export__prompt=options.prompt,
         export__cut=options.cut,
         export__weights=options.weights,
+        export__budget=options.budget,
     )
+    from host.budget import within_budget
     from host.exporter import Exporter
     from host.residuals import processes
+    from runtime.memory import MemoryWatch
 
     if not processes().is_main_process:
         options.json, options.quiet = False, True
     say = _printer(options)
     exporter = Exporter(config, options.photos, options.output)
+    if config.export.budget is not None:
+        config, budget = within_budget(exporter)
+        exporter = Exporter(config, options.photos, options.output, budget)
+        say(f"budget: {budget.reasons[0]}" + "".join(f"\n  {reason}" for reason in budget.reasons[1:]))
     plan = exporter.plan()
     say(
         f"{plan.model} ({plan.family}), {plan.num_blocks} blocks, cut {plan.cut[0]},{plan.cut[1]}; {len(plan.photos)} photos"
@@ -228,7 +260,8 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
     def on_stage(name: str, cached: bool, seconds: float) -> None:
         say(f"{name:<9} {'from the cache' if cached else f'{seconds:.1f} s'}")
 
-    made = exporter.run(on_stage)
+    with MemoryWatch() as watch:
+        made = exporter.run(on_stage)
     if made is None:
         return {"status": "complete"}
     manifest, errors, parity = made
@@ -240,6 +273,7 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         )
     say(f"parity: loss {parity.program_loss:.6f} through the programs, {parity.base_loss:.6f} in the base model")
     size = sum(file.bytes for file in manifest.files.values())
+    say(f"held at most {watch.peak_private_bytes / MIB:.0f} MiB of private memory beyond the libraries")
     say(f"bundle {options.output}: {size / MIB:.1f} MiB. Next: pocketdit train {options.output}")
     return {
         "status": "complete",
@@ -248,6 +282,7 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
         "plan": encode(plan),
         "stored_error": errors,
         "parity": dataclasses.asdict(parity),
+        "peak_private_bytes": watch.peak_private_bytes,
     }
 
 
@@ -294,11 +329,10 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if options.dry_run:
         bundle = Bundle(options.bundle)
         planned = trainer.planned_private_bytes(bundle)
-        if options.budget is not None and planned > options.budget * MIB:
-            raise ValueError(
-                f"Training {options.bundle} takes at least {planned / MIB:.0f} MiB of private memory, the budget is "
-                f"{options.budget} MiB. Raise --budget, or export with fewer prompt tokens or a smaller patch."
-            )
+        try:
+            trainer.budget_of(bundle, options.budget)
+        except BudgetExceededError as error:
+            raise ValueError(str(error)) from None
         say(f"{options.bundle} is whole: {len(bundle.manifest.blocks)} blocks, {bundle.manifest.samples.count} samples")
         say(
             f"{settings.steps} steps of {settings.accumulation} samples; planned private memory {planned / MIB:.1f} MiB"
@@ -325,6 +359,40 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     else:
         say(f"stopped at step {run['summary']['steps']}; the same command goes on from there.")
     return run | {"run": str(run_dir)}
+
+
+def _emulate(options: argparse.Namespace) -> dict[str, Any]:
+    from host.emulator.device import load_device
+    from host.emulator.emulate import FILE_NAME, Request, emulate
+    from host.emulator.faults import parse_kinds
+    from host.emulator.report import write_report
+    from host.emulator.summary import summary_text
+
+    say = _printer(options)
+    device = load_device(options.device)
+    run_dir = options.run_dir or Path("runs") / f"{options.bundle.resolve().name}-{device.name}"
+    request = Request(
+        bundle=options.bundle,
+        device=device,
+        run_dir=run_dir,
+        budget_bytes=options.budget,
+        total_bytes=options.budget_total,
+        page_cache_bytes=options.page_cache,
+        steps=options.steps or 20,
+        faults=parse_kinds(options.faults or ""),
+        require_enforcement=options.require_enforcement,
+        command=tuple(sys.argv),
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: the process and its groups go too
+    try:
+        made = emulate(request, _Now(show=not options.json))
+    except KeyboardInterrupt:
+        print("pocketdit emulate: stopped; the process was ended and its limits removed.", file=sys.stderr)
+        return {"exit_status": EXIT_STOPPED, "run": str(run_dir)}
+    report = write_report(made, run_dir / "emulation.html")
+    say(summary_text(made))
+    say(f"{run_dir / FILE_NAME}, {report}")
+    return {name: value for name, value in made.items() if name != "samples"} | {"run": str(run_dir)}
 
 
 def _generate(options: argparse.Namespace) -> dict[str, Any]:
@@ -421,6 +489,19 @@ def _chosen(run: dict[str, Any]) -> str:
     )
 
 
+class _Now:
+    """Prints what is under way, at most every two seconds."""
+
+    def __init__(self, *, show: bool) -> None:
+        self._show, self._printed = show, 0.0
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if self._show and (now - self._printed >= 2 or not text.startswith("step ")):
+            self._printed = now
+            print(text, flush=True)
+
+
 class _StepLine:
     """Prints a line for the first steps, then about one every two seconds."""
 
@@ -476,6 +557,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return value
+
+
+def _size(text: str) -> int:
+    """Bytes of `512MiB`, `1.5GiB` or `512`, which is MiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|)", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a size such as 512MiB or 1.5GiB")
+    return round(float(found[1]) * (1024 * MIB if found[2] == "GiB" else MIB))
 
 
 def _integers(text: str) -> tuple[int, ...]:

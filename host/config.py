@@ -60,6 +60,9 @@ class ExportConfig:
     weights: WeightFormat = "fp32"
     """How the bundle stores linear weights: fp32, int8 (a quarter of the bytes), int4 (an eighth), fp16, bf16. fp16 and bf16
     are widened outside XNNPACK, a whole block at a time, which takes as much private memory as the block in fp32."""
+    budget: int | None = None
+    """Most private memory training may hold beyond the idle process, MiB: cut and patch_side, where left open, are chosen so
+    that it fits; `train` keeps to it."""
     backend: Literal["xnnpack", "portable"] = "xnnpack"
     """Kernels of the block programs."""
     batch_size: int = 8
@@ -81,6 +84,8 @@ class ExportConfig:
             raise ValueError(f"cut: got {self.cut}, expected two numbers of blocks, 0 or more")
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ValueError(f"prompt_tokens: got {self.prompt_tokens}, expected at least 1")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget: got {self.budget}, expected at least 1 MiB")
         if not self.lora_targets:
             raise ValueError("lora_targets: got none, expected at least one layer name")
         if any(not 0 <= channel <= 255 for channel in self.background):

@@ -67,13 +67,21 @@ class ExportPlan:
 class Exporter:
     """One export, from checked settings to a bundle."""
 
-    def __init__(self, config: Config, photos_dir: Path, bundle_dir: Path) -> None:
+    def __init__(
+        self, config: Config, photos_dir: Path, bundle_dir: Path, budget: manifest.BudgetSpec | None = None
+    ) -> None:
         """Checks everything that can be checked without long work.
+
+        Args:
+            config: Settings of the export and of the training.
+            photos_dir: Only read.
+            bundle_dir: Made, or replaced if it holds a bundle.
+            budget: What `host.budget` chose `config` for.
 
         Raises:
             ValueError: Photos, model, cut, sides or the target folder are unfit; nothing was written.
         """
-        self.config, self.bundle_dir = config, bundle_dir
+        self.config, self.bundle_dir, self.budget = config, bundle_dir, budget
         settings = config.export
         require_replaceable(bundle_dir)
         self.model = ModelFolder(settings.model, settings.revision, settings.variant)
@@ -217,7 +225,7 @@ class Exporter:
 
     def _samples_key(self, base_hash: str) -> dict[str, Any]:
         settings: dict[str, Any] = encode(self.config.export)
-        programs_only = ("backend", "weights", "lora_rank", "lora_alpha", "lora_targets")
+        programs_only = ("budget", "backend", "weights", "lora_rank", "lora_alpha", "lora_targets")
         for irrelevant in ("model", "batch_size", "on_bad_photo", *programs_only):
             del settings[irrelevant]
         tensors = frozen_base.sample_tensors(self.model, self._example)
@@ -379,6 +387,11 @@ class Exporter:
         """Shapes of what the program of a block takes, on the meta device."""
         return self.model.adapter.block_weights(self.skeleton, index, self.layers[index])
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt, where the family trims, else of every prompt."""
+        return self._blank_prompts.states.shape[1]
+
     @cached_property
     def _blank_prompts(self) -> PromptStates:
         """The prompts' shapes and masks, from the tokenizers alone."""
@@ -470,9 +483,10 @@ class Exporter:
                     for number, photo in enumerate(self.photos)
                 ),
             ),
+            budget=self.budget,
             export=encode(settings)
             | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)}
-            | {"prompt_length": self._blank_prompts.states.shape[1]},
+            | {"prompt_length": self.prompt_length},
         )
 
 

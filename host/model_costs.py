@@ -2,8 +2,7 @@
 
 **Phone rows.** Private memory is what `runtime.trainer.planned_private_bytes` adds up for one sample at a time: the workspace
 and arenas of the programs, one state (S, D) per middle block and three more, the LoRA with its gradient and AdamW's two
-moments, one record. The workspace is the most that the intermediate results of an exported program take at a time, found on
-its graph (`_arena_bytes`).
+moments, one record. The workspace is laid out as XNNPACK's planner does, on the exported graph (`export.workspace.predict`).
 
 **GPU rows.** The peak of autograd without checkpointing: see host/plan.py, which holds it against the paper's measurements.
 """
@@ -18,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
-from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from export import quantize
-from export.block_programs import BlockKind, LossHead, block_methods, example_tensors, loss_method
+from export import quantize, workspace
+from export.block_programs import BlockKind, LossHead, block_traceables, example_tensors, flops, loss_traceable
 from export.weights import initial_lora, lora_candidates, lora_layers
 from host.frozen_base import per_block_name
 from host.models import ModelAdapter, PromptStates
@@ -37,12 +35,9 @@ from runtime.memory import MIB
 GIB = 1024**3
 WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")
 """Stored types of the weights on flash, from the most exact to the least."""
-RUNTIME_BYTES = 3 * MIB
-"""What a run takes besides: loaded programs, the step log, the allocator's slack (measured: 3 to 4 MiB)."""
-WIDENED_PIECES = {"int8": 1, "int4": 3}
-"""Pieces of a weight that are in the workspace as float32 at a time."""
+RUNTIME_BYTES = MIB
+"""What a run takes besides: loaded programs, the step log, the allocator's slack (measured: half to one and a half)."""
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
 ADAM_BYTES = 16
 """A trained float32 parameter, its gradient and two moments."""
 
@@ -139,21 +134,17 @@ class ModelCosts:
         if dtype not in WEIGHTS:
             raise ValueError(f"weights: got {dtype!r}, expected one of {', '.join(WEIGHTS)}.")
         middle = self._middle(cut)
-        programs = {self._kind(i): self._once(self._programs, i) for i in middle}
+        programs = {self._kind(i): self._once(self._programs, i, dtype) for i in middle}
         stored = [quantize.stored(self.weights_of(i), cast(WeightFormat, dtype)) for i in middle]
         output = {name: tuple(value.shape) for name, value in self.adapter.predict_weights(self.transformer).items()}
         shipped = [*(self._once(self._shapes, i) for i in middle), output]
         trained = sum(self._once(self._lora_size, i) for i in middle)
-        linear = max(sum(v.numel() for n, v in block.items() if quantize.is_linear(n, v)) for block in stored)
-        largest = max(v.numel() for block in stored for n, v in block.items() if quantize.is_linear(n, v))
         state = 4 * self.hidden[0].numel()
         records = [*self._stored_inputs(middle).values(), self.ends()["tail_residual"], self.ends()["target"]]
         parts = {
             # One workspace serves all methods; what they give out lies in arenas of their own.
-            "workspace": max(peak for peak, _ in programs.values())
-            + 4 * min(largest, quantize.PIECE_NUMBERS) * WIDENED_PIECES.get(dtype, 0),
-            "arenas": self._once(self._loss_arena, 0)
-            + len(programs) * (2 * state + (2 * 4 * linear if dtype in ("fp16", "bf16") else 0))
+            "workspace": max(self._once(self._loss_workspace, 0), *(size for size, _, _ in programs.values())),
+            "arenas": sum(2 * state + cast_bytes for _, cast_bytes, _ in programs.values())
             + sum(4 * self._once(self._lora_size, i) for i in {self._kind(i): i for i in middle}.values()),
             "runtime": RUNTIME_BYTES,
             "block inputs": state * (len(middle) + 3),
@@ -173,7 +164,7 @@ class ModelCosts:
             weight_bytes=block_bytes + sum(4 * math.prod(shape) for shape in output.values()),
             sample_bytes=self.samples * record + prompt,
             streamed_bytes_per_step=self.accumulation * (2 * block_bytes + record + prompt),
-            tflops_per_step=self.accumulation * sum(programs[self._kind(i)][1] for i in middle) / 1e12,
+            tflops_per_step=self.accumulation * sum(programs[self._kind(i)][2] for i in middle) / 1e12,
             notes=", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in parts.items()),
         )
 
@@ -182,7 +173,7 @@ class ModelCosts:
         middle = self._middle(cut)
         resident = self.rest + sum(self.sizes[i] for i in middle)
         trained = sum(self._once(self._lora_size, i) for i in middle)
-        saved, flops = (sum(self._once(self._autograd, i)[j] for i in middle) for j in (0, 1))
+        saved, operations = (sum(self._once(self._autograd, i)[j] for i in middle) for j in (0, 1))
         parts = {"weights": 2 * resident, "LoRA": ADAM_BYTES * trained, "activations": saved}
         record, prompt = self._record_bytes(middle) if sum(cut) else (0, 0)
         return PlanRow(
@@ -196,7 +187,7 @@ class ModelCosts:
             weight_bytes=2 * resident,
             sample_bytes=self.samples * record + prompt,
             streamed_bytes_per_step=0,
-            tflops_per_step=self.accumulation * flops / 1e12,
+            tflops_per_step=self.accumulation * operations / 1e12,
             notes=", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()),
         )
 
@@ -209,10 +200,10 @@ class ModelCosts:
         """Blocks of one kind with LoRA on the same layers cost the same."""
         return self.blocks[index].kind, self.layers[index]
 
-    def _once(self, compute: Callable[[int], Any], index: int) -> Any:
-        key = (compute.__name__, self._kind(index))
+    def _once(self, compute: Callable[..., Any], index: int, *arguments: Any) -> Any:
+        key = (compute.__name__, self._kind(index), *arguments)
         if key not in self._costs:
-            self._costs[key] = compute(index)
+            self._costs[key] = compute(index, *arguments)
         return self._costs[key]
 
     def weights_of(self, index: int) -> dict[str, Tensor]:
@@ -247,27 +238,28 @@ class ModelCosts:
         hidden = self.hidden[0]
         return {"hidden": hidden, "tail_residual": hidden[-self.num_image :], "target": self.target[0]}
 
-    def _programs(self, index: int) -> tuple[int, int]:
-        """Most that the intermediate results of a block's two programs take, bytes, and the operations of both."""
+    def _programs(self, index: int, weights: WeightFormat) -> tuple[int, int, int]:
+        """Of a block's two programs: the workspace, what both cast outside it, bytes, and the operations."""
         kind = BlockKind(
             name="block",
             function=self.adapter.block_function(self.transformer, self.blocks[index].kind, self.grid),
             conditioning=example_tensors(self.inputs[index]),
-            weights=example_tensors(self.weights_of(index)),
+            weights=example_tensors(quantize.stored(self.weights_of(index), weights)),
             lora=example_tensors(self._lora(index)),
             **example_tensors({"hidden": self.hidden[0]}),
         )
-        methods = block_methods(kind, 1.0).values()
-        return max(_arena_bytes(method.program.graph) for method in methods), sum(method.flops for method in methods)
+        graphs = [method.graph() for method in block_traceables(kind, 1.0).values()]
+        size, cast_bytes = max(map(workspace.predict, graphs)), sum(map(workspace.cast_bytes, graphs))
+        return size, cast_bytes, sum(map(flops, graphs))
 
-    def _loss_arena(self, _: int) -> int:
+    def _loss_workspace(self, _: int) -> int:
         head = LossHead(
             function=self.adapter.predict_function(self.transformer),
             conditioning=example_tensors({name: self.conditioning[name][0] for name in self.adapter.predict_inputs}),
             weights=example_tensors(self.adapter.predict_weights(self.transformer)),
             **example_tensors(self.ends()),
         )
-        return _arena_bytes(loss_method(head)["loss"].program.graph)
+        return workspace.predict(loss_traceable(head).graph())
 
     def _autograd(self, index: int) -> tuple[int, int]:
         """Bytes autograd keeps of a block between its forward and its backward pass, and the operations of both."""
@@ -325,30 +317,6 @@ class _Autocast(TorchFunctionMode):
             kernel = torch.ops.aten._scaled_dot_product_efficient_attention
             return kernel(query, key, given["value"], bias, True)[0]
         return func(*args, **kwargs)
-
-
-def _arena_bytes(graph: Graph) -> int:
-    """The most that a program's intermediate results and outputs take at a time. Views share their base's memory;
-    transposed, sliced and detached tensors are copies in ExecuTorch."""
-    owner: dict[Node, Node] = {}
-    last: dict[Node, Node] = {}
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            last[owner[source]] = node
-        owner[node] = owner[node.all_input_nodes[0]] if node.target in VIEWS else node
-        last.setdefault(owner[node], node)
-    live = peak = 0
-    for node in graph.nodes:
-        live += _node_bytes(node) if owner[node] is node else 0
-        peak = max(peak, live)
-        tenants = {owner[used] for used in (node, *node.all_input_nodes)}
-        live -= sum(_node_bytes(tenant) for tenant in tenants if last[tenant] is node)
-    return peak
-
-
-def _node_bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return int(value.nbytes) if node.op == "call_function" and isinstance(value, Tensor) else 0
 
 
 def adapter_for(config: Mapping[str, Any]) -> ModelAdapter:

@@ -7,21 +7,32 @@ Command: `pocketdit report RUN`.
 
 import base64
 import io
-import shlex
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from PIL import Image
 
-from host.charts import STYLE, Limit, Series, escape, format_amount, line_chart, moving_mean, stacked_bar
+from host.charts import Limit, Series, escape, format_amount, line_chart, moving_mean, stacked_bar
+from host.page import (
+    amount_text,
+    details,
+    document,
+    duration_text,
+    meter,
+    mib_text,
+    missing,
+    plate,
+    section,
+    size_text,
+    tile,
+)
 from host.report_inputs import MIB, ReportInputs, dicts, lookup, number, read_inputs
 from runtime import atomic
 
 MAX_EMBEDDED_BYTES = 400_000
 MAX_EMBEDDED_SIDE = 640
 STEP_PARTS = (("read", "c2"), ("forward", "c1"), ("backward", "c4"), ("optimizer", "c3"))
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 UNFINISHED = {"stopped": "Stopped early. ", "running": "Not finished yet. ", "failed": "Ended by an error. "}
 
 
@@ -55,10 +66,10 @@ def summary_table(run_dir: Path) -> str:
     peak_mib, budget_mib = data.peak_and_budget_mib()
     lines = (
         ("steps", _steps_text(data)),
-        ("ms per step (median)", _text(data.step_ms())),
-        ("peak private memory", f"{_mib(peak_mib)}{'' if budget_mib is None else f' of {_mib(budget_mib)}'}"),
-        ("read from flash", f"{_size(data.total('streamed_bytes'))} streamed"),
-        ("", f"{_size(data.total('flash_read_bytes'))} from the device"),
+        ("ms per step (median)", amount_text(data.step_ms())),
+        ("peak private memory", f"{mib_text(peak_mib)}{'' if budget_mib is None else f' of {mib_text(budget_mib)}'}"),
+        ("read from flash", f"{size_text(data.total('streamed_bytes'))} streamed"),
+        ("", f"{size_text(data.total('flash_read_bytes'))} from the device"),
         ("subject similarity", f"{_fixed(before)} base, {_fixed(after)} adapter"),
     )
     return "\n".join(f"{name:<22}{value}" for name, value in lines)
@@ -67,30 +78,8 @@ def summary_table(run_dir: Path) -> str:
 # Numbers and small pieces.
 
 
-def _text(value: float | None) -> str:
-    return "—" if value is None else format_amount(value)
-
-
 def _fixed(value: float | None) -> str:
     return "—" if value is None else f"{value:.2f}"
-
-
-def _mib(value: float | None) -> str:
-    return "—" if value is None else f"{value:,.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
-
-
-def _size(num_bytes: float | None) -> str:
-    if num_bytes is None:
-        return "—"
-    scale, unit = next((each for each in ((1024**3, "GiB"), (MIB, "MiB")) if num_bytes >= each[0]), (1024, "KiB"))
-    return f"{format_amount(num_bytes / scale)} {unit}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "—"
-    scale, unit = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / scale:.0f} {unit}" if unit == "s" else f"{seconds / scale:.1f} {unit}"
 
 
 def _steps_text(data: ReportInputs) -> str:
@@ -99,28 +88,8 @@ def _steps_text(data: ReportInputs) -> str:
     return f"{steps:,.0f}" + ("" if planned in (None, steps) else f" of {planned:,.0f}")
 
 
-def _section(name: str, heading: str, lead: str, body: str) -> str:
-    lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return f'<section id="{name}"><h2>{escape(heading)}</h2>{lead}{body}</section>'
-
-
-def _plate(chart: str, *notes: str) -> str:
-    note = " ".join(note for note in notes if note)
-    note = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<div class="plate">{chart}{note}</div>'
-
-
-def _missing(what: str, command: str = "", folder: Path = Path()) -> str:
-    advice = f" Run <code>{escape(f'{command} {shlex.quote(str(folder))}')}</code>" if command else ""
-    return f'<p class="missing">{escape(what)}{advice}</p>'
-
-
 def _no_metrics(data: ReportInputs, what: str) -> str:
-    return _missing(f"The run has no {what} yet.", "pocketdit train", data.bundle_dir)
-
-
-def _meter(share: float, css: str) -> str:
-    return f'<span class="meter"><i class="{css}" style="width:{min(max(share, 0), 1):.1%}"></i></span>'
+    return missing(f"The run has no {what} yet.", "pocketdit train", data.bundle_dir)
 
 
 def _image(folder: Path, name: object, alt: str) -> str:
@@ -150,16 +119,10 @@ def _image(folder: Path, name: object, alt: str) -> str:
 
 def _page(data: ReportInputs) -> str:
     title = str(lookup(data.manifest, "subject", "instance_prompt") or "Untitled subject")
-    head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)} · PocketDiT report</title><style>{STYLE}</style>"
-    )
     sections = (_tiles, _photos, _pictures, _loss, _memory, _step_time, _patches, _settings)
-    body = _header(data, title) + "".join(section(data) for section in sections)
-    version, name = escape(data.run.get("version", "")), escape(data.run_dir.resolve().name)
-    body += f"<footer>Made by PocketDiT {version} from the run {name}.</footer>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>{body}</main></body></html>\n'
+    body = _header(data, title) + "".join(part(data) for part in sections)
+    footer = f"Made by PocketDiT {data.run.get('version', '')} from the run {data.run_dir.resolve().name}."
+    return document(title=title, kind="report", body=body, footer=footer)
 
 
 def _header(data: ReportInputs, title: str) -> str:
@@ -190,43 +153,37 @@ def _verdict(data: ReportInputs) -> str:
         way = "rose" if after > before else "fell"
         taught = f"Subject similarity {way} from {_fixed(before)} to {_fixed(after)} in {how_far}"
     peak_mib, budget_mib = data.peak_and_budget_mib()
-    held = "" if peak_mib is None else f"; peak private memory {_mib(peak_mib)}"
+    held = "" if peak_mib is None else f"; peak private memory {mib_text(peak_mib)}"
     if peak_mib is not None and budget_mib is not None:
-        held += f"{', over its' if peak_mib > budget_mib else ' of a'} budget of {_mib(budget_mib)}"
+        held += f"{', over its' if peak_mib > budget_mib else ' of a'} budget of {mib_text(budget_mib)}"
     return f"{UNFINISHED.get(str(data.run.get('status')), '')}{taught}{held}."
-
-
-def _tile(name: str, value: str, note: str, share: float | None = None, bad: bool = False) -> str:
-    amount, _, unit = value.rpartition(" ") if value[-1].isalpha() else (value, "", "")
-    unit = f" <small>{escape(unit)}</small>" if unit else ""
-    strong = f'<strong class="{"bad" if bad else "good"}">{escape(amount)}{unit}</strong>'
-    meter = "" if share is None else _meter(share, "over" if bad else "after")
-    return f'<div class="tile"><p>{escape(name)}</p>{strong}<p>{escape(note)}</p>{meter}</div>'
 
 
 def _tiles(data: ReportInputs) -> str:
     before, after = data.similarity()
     peak_mib, budget_mib = data.peak_and_budget_mib()
     share = peak_mib / budget_mib if peak_mib is not None and budget_mib else None
-    limit = "no budget was set" if budget_mib is None else f"of a budget of {_mib(budget_mib)}"
+    limit = "no budget was set" if budget_mib is None else f"of a budget of {mib_text(budget_mib)}"
     step_ms, streamed_bytes = data.step_ms(), data.total("streamed_bytes")
     tiles = []
     if before is None or after is None:
-        tiles.append(_tile("Subject similarity", "—", "not measured yet"))
+        tiles.append(tile("Subject similarity", "—", "not measured yet"))
     else:
         values = f"{_fixed(before)} → {_fixed(after)}"
-        tiles.append(_tile("Subject similarity", values, "before → after; 1 is the same", after, after < before))
+        tiles.append(tile("Subject similarity", values, "before → after; 1 is the same", after, after < before))
     tiles += [
-        _tile("Peak private memory", _mib(peak_mib), limit, share, share is not None and share > 1),
-        _tile("Time per step", "—" if step_ms is None else f"{format_amount(step_ms)} ms", "median of all steps"),
-        _tile("Training time", _duration(data.total("seconds")), f"{_steps_text(data)} steps"),
-        _tile("Read from flash", _size(data.total("flash_read_bytes")), f"{_size(streamed_bytes)} streamed in all"),
+        tile("Peak private memory", mib_text(peak_mib), limit, share, share is not None and share > 1),
+        tile("Time per step", "—" if step_ms is None else f"{format_amount(step_ms)} ms", "median of all steps"),
+        tile("Training time", duration_text(data.total("seconds")), f"{_steps_text(data)} steps"),
+        tile(
+            "Read from flash", size_text(data.total("flash_read_bytes")), f"{size_text(streamed_bytes)} streamed in all"
+        ),
     ]
     num_blocks = number(data.manifest, "base", "num_blocks")
     if num_blocks is not None:
         head, tail = (int(number(data.manifest, "cut", end) or 0) for end in ("head", "tail"))
         note = f"of {num_blocks:.0f}; first {head} and last {tail} skipped"
-        tiles.append(_tile("Blocks trained", f"{num_blocks - head - tail:.0f}", note))
+        tiles.append(tile("Blocks trained", f"{num_blocks - head - tail:.0f}", note))
     return f'<section id="numbers" aria-label="Headline numbers"><div class="tiles">{"".join(tiles)}</div></section>'
 
 
@@ -236,21 +193,21 @@ def _photos(data: ReportInputs) -> str:
         what = (
             f"The bundle {data.bundle_dir} lists no photos: give the report the bundle that the run was trained from."
         )
-        return _section("photos", "The photos", "", _missing(what))
+        return section("photos", "The photos", "", missing(what))
     figures = []
     for photo in photos:
         caption = str(photo.get("caption") or photo.get("name", ""))
         picture = _image(data.bundle_dir, photo.get("preview"), f"Photo of the subject: {caption}")
         figures.append(f'<figure class="photo">{picture}<figcaption dir="auto">{escape(caption)}</figcaption></figure>')
     lead = f"The adapter learned from {'this photo' if len(photos) == 1 else f'these {len(photos)} photos'}."
-    return _section("photos", "The photos", lead, f'<div class="photos">{"".join(figures)}</div>')
+    return section("photos", "The photos", lead, f'<div class="photos">{"".join(figures)}</div>')
 
 
 def _pictures(data: ReportInputs) -> str:
     heading, items = "Pictures before and after", dicts(data.pictures.get("items"))
     if not items:
-        note = _missing("No pictures were made with this adapter yet.", "pocketdit generate", data.run_dir)
-        return _section("pictures", heading, "", note)
+        note = missing("No pictures were made with this adapter yet.", "pocketdit generate", data.run_dir)
+        return section("pictures", heading, "", note)
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for item in items:
         by_prompt.setdefault(str(item.get("prompt", "")), []).append(item)
@@ -260,12 +217,12 @@ def _pictures(data: ReportInputs) -> str:
         figures = "".join(_pair(data, prompt, item) for item in pairs)
         body.append(f'<h3><bdi>{escape(prompt)}</bdi>{tag}</h3><div class="pairs">{figures}</div>')
     if all(number(item, "similarity_adapter") is None for item in items):
-        body.append(_missing("Similarity to the photos was not measured.", "pocketdit evaluate", data.run_dir))
+        body.append(missing("Similarity to the photos was not measured.", "pocketdit evaluate", data.run_dir))
     steps, guidance = number(data.pictures, "steps"), number(data.pictures, "guidance")
     lead = "Each pair starts from the same seed: left the base model, right the same model with the adapter. "
     lead += "Similarity tells how close a picture is to the photos; higher is closer."
     lead += "" if steps is None or guidance is None else f" {steps:.0f} sampling steps, guidance {guidance:g}."
-    return _section("pictures", heading, lead, "".join(body))
+    return section("pictures", heading, lead, "".join(body))
 
 
 def _pair(data: ReportInputs, prompt: str, item: dict[str, Any]) -> str:
@@ -274,7 +231,7 @@ def _pair(data: ReportInputs, prompt: str, item: dict[str, Any]) -> str:
         similarity = number(item, f"similarity_{key}")
         picture = _image(data.run_dir / "pictures", item.get(key), f"{label}, seed {seed}: {prompt}")
         below = "" if similarity is None else f'<span class="similarity">similarity {_fixed(similarity)}</span>'
-        below += "" if similarity is None else _meter(similarity, css)
+        below += "" if similarity is None else meter(similarity, css)
         halves.append(f'<div><span class="when {css}">{label}</span>{picture}{below}</div>')
     return f'<figure class="pair"><div>{"".join(halves)}</div><figcaption>Seed {escape(seed)}</figcaption></figure>'
 
@@ -282,7 +239,7 @@ def _pair(data: ReportInputs, prompt: str, item: dict[str, Any]) -> str:
 def _loss(data: ReportInputs) -> str:
     losses, known = [number(row, "loss") for row in data.rows], data.column("loss")
     if not known:
-        return _section("loss", "Loss", "", _no_metrics(data, "loss values"))
+        return section("loss", "Loss", "", _no_metrics(data, "loss values"))
     steps = [float(row["step"]) for row in data.rows]
     window = max(5, len(losses) // 20) | 1
     smooth = moving_mean(losses, window)
@@ -301,7 +258,7 @@ def _loss(data: ReportInputs) -> str:
     y_label = "loss (mean squared error)"
     chart = line_chart(series, title="Loss over steps", x_label="step", y_label=y_label, y_low=low, y_cap=cap)
     tenth, num_lost = max(1, len(known) // 10), len(losses) - len(known)
-    body = _plate(
+    body = plate(
         chart,
         f"First {tenth} steps: mean {fmean(known[:tenth]):.3g}. Last {tenth}: mean {fmean(known[-tenth:]):.3g}.",
         f"Held-out samples: from {held_out[0][1]:.3g} to {held_out[-1][1]:.3g}." if held_out else "",
@@ -309,7 +266,7 @@ def _loss(data: ReportInputs) -> str:
         f"Steps left out because their loss was not finite: {num_lost}." if num_lost else "",
     )
     lead = "Every sample has its own noise level, so single values jump; the line shows the trend."
-    return _section("loss", "Loss", lead, body)
+    return section("loss", "Loss", lead, body)
 
 
 def _memory(data: ReportInputs) -> str:
@@ -323,20 +280,22 @@ def _memory(data: ReportInputs) -> str:
     private += curve("peak so far", "peak_private_bytes", "steps", "c1")
     mapped = curve("file-backed memory", "file_bytes", "area", "c3")
     if not private:
-        return _section("memory", "Memory over time", "", _no_metrics(data, "memory values"))
+        return section("memory", "Memory over time", "", _no_metrics(data, "memory values"))
     budget_mib, idle_bytes = number(data.run, "budget_mib"), number(data.run, "idle_private_bytes")
-    limit = None if budget_mib is None else Limit(value=budget_mib, label=f"budget {_mib(budget_mib)}")
+    limit = None if budget_mib is None else Limit(value=budget_mib, label=f"budget {mib_text(budget_mib)}")
     title, x_label = "Private memory over time against the budget", "time (s)"
     chart = line_chart(private, title=title, x_label=x_label, y_label="private memory (MiB)", limit=limit)
     if mapped:
         title, y_label = "File-backed memory over time", "file-backed memory (MiB)"
         chart += line_chart(mapped, title=title, x_label=x_label, y_label=y_label, height=200)
     idle = (
-        "" if idle_bytes is None else f"Private memory counts from the idle process, which holds {_size(idle_bytes)}."
+        ""
+        if idle_bytes is None
+        else f"Private memory counts from the idle process, which holds {size_text(idle_bytes)}."
     )
     lead = "Private memory is what training itself holds, and what the budget limits. File-backed memory is mapped "
     lead += "weights: the system may drop them at any time and read them again."
-    return _section("memory", "Memory over time", lead, _plate(chart, idle))
+    return section("memory", "Memory over time", lead, plate(chart, idle))
 
 
 def _step_time(data: ReportInputs) -> str:
@@ -345,29 +304,29 @@ def _step_time(data: ReportInputs) -> str:
     parts = [(name, fmean(column), color) for name, column, color in columns if column]
     known_ms = sum(value for _, value, _ in parts)
     if not times_ms or known_ms <= 0:
-        return _section("time", heading, "", _no_metrics(data, "step times"))
+        return section("time", heading, "", _no_metrics(data, "step times"))
     parts.append(("other", max(0.0, fmean(times_ms) - known_ms), "c5"))
     chart = stacked_bar(parts, title="Mean time of a step by part, in milliseconds", unit="ms")
     lead = f"Mean of {len(times_ms):,} steps, {format_amount(fmean(times_ms))} ms each. "
     lead += "Backward includes computing each block again, because only block inputs are kept."
-    return _section("time", heading, lead, _plate(chart))
+    return section("time", heading, lead, plate(chart))
 
 
 def _patches(data: ReportInputs) -> str:
     heading, name = "Patch sampling", "preview/crops.png"
     if not (data.bundle_dir / name).is_file():
-        note = _missing(f"The bundle has no picture of its crops ({name}).")
-        return _section("patches", heading, "", note)
+        note = missing(f"The bundle has no picture of its crops ({name}).")
+        return section("patches", heading, "", note)
     alt = "Crops of a photo over the timesteps, from small ones at low noise to the whole photo at high noise"
     lead = "Low noise, small crop: there the model learns detail. High noise, nearly the whole photo: there it learns "
     lead += "the layout. All crops are resized to one side, so every sample costs the same."
-    return _section("patches", heading, lead, f'<div class="plate">{_image(data.bundle_dir, name, alt)}</div>')
+    return section("patches", heading, lead, f'<div class="plate">{_image(data.bundle_dir, name, alt)}</div>')
 
 
 def _settings(data: ReportInputs) -> str:
     run, manifest = data.run, data.manifest
     methods = lookup(manifest, "programs", "methods")
-    planned = {name: _size(number(methods, name, "planned_bytes")) for name in methods or {}}
+    planned = {name: size_text(number(methods, name, "planned_bytes")) for name in methods or {}}
     versions = {"pocketdit": run.get("version"), "bundle made by": manifest.get("created_by")}
     versions |= {**(run.get("versions") or {}), "run": run.get("schema"), "bundle": manifest.get("schema")}
     groups = (
@@ -381,23 +340,7 @@ def _settings(data: ReportInputs) -> str:
         ("Programs", "private memory planned for each", planned),
         ("Versions", "", versions),
     )
-    body = "".join(_details(name, note, values) for name, note, values in groups if values)
+    body = "".join(details(name, note, values) for name, note, values in groups if values)
     if not manifest:
-        body += _missing(f"The bundle's settings are not here: {data.bundle_dir} has no readable manifest.json.")
-    return _section("settings", "Settings", "", body)
-
-
-def _details(name: str, note: str, values: Any) -> str:
-    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in _flat(values))
-    return f"<details><summary>{name} <span>{note}</span></summary><table><tbody>{rows}</tbody></table></details>"
-
-
-def _flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Rows of a nested dictionary, with dotted keys."""
-    if isinstance(values, dict):
-        return [row for key, value in values.items() for row in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
-    if isinstance(values, list):
-        return [(prefix, ", ".join(str(value) for value in values))]
-    if values is None or isinstance(values, bool):
-        return [(prefix, {None: "—", True: "yes", False: "no"}[values])]
-    return [(prefix, f"{values:g}" if isinstance(values, float) else str(values))]
+        body += missing(f"The bundle's settings are not here: {data.bundle_dir} has no readable manifest.json.")
+    return section("settings", "Settings", "", body)

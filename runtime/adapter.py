@@ -4,6 +4,7 @@ Reads the bundle's `lora_init.safetensors`, writes `adapter.safetensors`.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -68,7 +69,8 @@ def save_adapter(path: Path, lora: LoraParameters, manifest: BundleManifest, *, 
     Raises:
         NonFiniteLossError: A weight is NaN or infinite; nothing is written.
     """
-    if not torch.isfinite(lora.flat).all():
+    # The largest magnitude is NaN or infinite if any is; `isfinite` would take a copy of all of them.
+    if not math.isfinite(float(torch.linalg.vector_norm(lora.flat, math.inf))):
         raise NonFiniteLossError(
             f"{path} was not written: the adapter has NaN or infinite weights. Lower the learning rate."
         )

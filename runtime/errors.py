@@ -29,5 +29,9 @@ class BudgetExceededError(PocketDiTError, RuntimeError):
     """Training needs, or took, more private memory than its budget."""
 
 
+class StorageFullError(PocketDiTError, RuntimeError):
+    """The storage is full; what was saved before is untouched."""
+
+
 class ExportError(PocketDiTError, RuntimeError):
     """A block cannot become a program: an operator is missing or a shape or dtype is left open."""

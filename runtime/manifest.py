@@ -157,6 +157,18 @@ class TrainingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetSpec:
+    """The memory the bundle was exported for; `train` keeps to it unless told another."""
+
+    mib: int
+    """Most private memory beyond the idle process, MiB."""
+    planned_bytes: int
+    """What training was counted to take when the settings were chosen."""
+    reasons: tuple[str, ...]
+    """What was chosen, then what was too large."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PhotoSpec:
     """One source photo; only a small preview travels."""
 
@@ -200,6 +212,7 @@ class BundleManifest:
     samples: SampleSpec
     training: TrainingSpec
     subject: SubjectSpec
+    budget: BudgetSpec | None = None
     export: dict[str, Any] = field(default_factory=dict)
     """The resolved settings of the export, for the record."""
     files: dict[str, FileSpec] = field(default_factory=dict)

@@ -1,10 +1,12 @@
 """The step log of a run, one JSON object a line. Reads and writes `metrics.jsonl`."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, TextIO
 
 from runtime import atomic
+from runtime.errors import StorageFullError
 
 FILE_NAME = "metrics.jsonl"
 
@@ -19,18 +21,32 @@ class MetricsWriter:
         self.last: dict[str, Any] | None = kept[-1] if kept else None
         atomic.write_bytes(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file: TextIO = self._path.open("a", encoding="utf-8")
+        self._full = False
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row."""
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        """Appends a row.
+
+        Raises:
+            StorageFullError: There is no space for it.
+        """
+        try:
+            with atomic.storage_full(self._path):
+                self._file.write(json.dumps(row, allow_nan=False) + "\n")
+                self._file.flush()
+        except StorageFullError:
+            self._full = True
+            raise
 
     def sync(self) -> None:
         """Forces the log to storage; called before a checkpoint is written, so the log is never behind one."""
         atomic.fsync(self._path)
 
     def close(self) -> None:
-        """Closes the log."""
+        """Closes the log; half a row that found no space is left to the next run, which cuts it off."""
+        if self._full:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            return
         self.sync()
         self._file.close()
 

@@ -8,6 +8,9 @@ import math
 
 import torch
 
+PIECE = 1 << 16
+"""Parameters updated at once."""
+
 
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), in float32.
@@ -35,15 +38,17 @@ class AdamW:
         epsilon: float,
         weight_decay: float,
     ) -> None:
-        """Updates `parameters` (P,) in place with `gradient` (P,)."""
+        """Updates `parameters` (P,) in place with `gradient` (P,), by pieces: the denominator would be a vector more."""
         self.step_count += 1
-        parameters.mul_(1 - learning_rate * weight_decay)
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         bias1 = 1 - beta1**self.step_count
         bias2 = 1 - beta2**self.step_count
-        denominator = self.exp_avg_sq.sqrt().div_(math.sqrt(bias2)).add_(epsilon)
-        parameters.addcdiv_(self.exp_avg, denominator, value=-learning_rate / bias1)
+        vectors = (vector.split(PIECE) for vector in (parameters, gradient, self.exp_avg, self.exp_avg_sq))
+        for values, slope, exp_avg, exp_avg_sq in zip(*vectors, strict=True):
+            values.mul_(1 - learning_rate * weight_decay)
+            exp_avg.lerp_(slope, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+            denominator = exp_avg_sq.sqrt().div_(math.sqrt(bias2)).add_(epsilon)
+            values.addcdiv_(exp_avg, denominator, value=-learning_rate / bias1)
 
 
 def clip_gradient(gradient: torch.Tensor, max_norm: float) -> float:

@@ -20,7 +20,7 @@ from runtime import __version__, atomic
 from runtime.adapter import LoraParameters, save_adapter
 from runtime.bundle import Bundle, sha256_file
 from runtime.checkpoint import load_latest, save_checkpoint
-from runtime.errors import BudgetExceededError, NonFiniteLossError
+from runtime.errors import BudgetExceededError, NonFiniteLossError, StorageFullError
 from runtime.manifest import FILE_NAME as MANIFEST
 from runtime.manifest import TrainingSpec
 from runtime.memory import MIB, MemoryWatch, storage_read_bytes
@@ -36,6 +36,8 @@ SCHEMA = "pocketdit.run/1"
 ADAPTER = "adapter.safetensors"
 
 StepCallback = Callable[[dict[str, Any]], None]
+PhaseCallback = Callable[[str, int, int | None], None]
+"""Phase (load, read, forward, loss, backward, optimizer, checkpoint, adapter), step, the block's index in the base model."""
 
 
 class Trainer:
@@ -45,10 +47,15 @@ class Trainer:
         lora: The trained parameters and their gradient.
         threads: Size of the thread pool.
         split_s: Seconds spent so far by phase: read, forward, backward, optimizer.
+        step: The step under way, for `on_phase`.
     """
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, *, threads: int | None = None, on_phase: PhaseCallback = lambda phase, step, block: None
+    ) -> None:
         """Opens everything a bundle names; reads no weights yet."""
+        self._on_phase = on_phase
+        self.step = 0
         self.blocks = bundle.manifest.blocks
         self.threads = threads or default_threads(bundle)
         self.programs = BlockPrograms(bundle, threads=self.threads)
@@ -60,6 +67,22 @@ class Trainer:
         self.sample_bytes = 0
         self.split_s = dict.fromkeys(("read", "forward", "backward", "optimizer"), 0.0)
 
+    def reserve(self) -> None:
+        """Runs the backward method of the largest block once, for nothing: XNNPACK's workspace then has its final size.
+
+        It grows by being made anew while the old one is still there; in the first backward pass that would be the peak of
+        the whole run.
+        """
+        sample = self.samples.read(0)
+        position = max(range(len(self.blocks)), key=lambda at: self.weights.size_bytes(at))
+        self._on_phase("load", 0, self.blocks[position].index)
+        weights = self.weights.acquire(position)
+        state = sample.tensors["hidden"]
+        inputs = self._inputs(sample, position) | weights | {"hidden": state, "grad_output": torch.zeros_like(state)}
+        self.programs.call(f"{self.blocks[position].kind}_backward", inputs)
+        del weights, inputs
+        self.weights.release(position, again=False)
+
     def forward(self, samples: Sequence[Sample]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
         """Runs the middle blocks forward, each block on all samples before the next.
 
@@ -70,10 +93,10 @@ class Trainer:
         block_inputs = []
         for position, block in enumerate(self.blocks):
             self.weights.prefetch(position + 1)
-            with self._phase("read"):
+            with self._phase("read", block.index):
                 weights = self.weights.acquire(position)
             block_inputs.append(hidden)
-            with self._phase("forward"):
+            with self._phase("forward", block.index):
                 inputs = [self._inputs(sample, position) | weights for sample in samples]
                 hidden = [
                     self.programs.call(f"{block.kind}_forward", own | {"hidden": state})["hidden"].clone()
@@ -85,7 +108,7 @@ class Trainer:
 
     def loss(self, sample: Sample, hidden: torch.Tensor) -> tuple[float, torch.Tensor]:
         """The training loss and its gradient (S, D) with respect to the last middle block's output `hidden` (S, D)."""
-        with self._phase("forward"):
+        with self._phase("forward", shown="loss"):
             outputs = self.programs.call("loss", sample.tensors | self._loss_weights | {"hidden": hidden})
             return float(outputs["loss"]), outputs["grad_hidden"].clone()
 
@@ -112,9 +135,9 @@ class Trainer:
         del hidden
         for position in range(len(self.blocks) - 1, -1, -1):
             self.weights.prefetch(position - 1)
-            with self._phase("read"):
+            with self._phase("read", self.blocks[position].index):
                 weights = self.weights.acquire(position)
-            with self._phase("backward"):
+            with self._phase("backward", self.blocks[position].index):
                 for number, (sample, state) in enumerate(zip(samples, block_inputs.pop(), strict=True)):
                     inputs = self._inputs(sample, position) | weights
                     inputs |= {"hidden": state, "grad_output": gradients[number]}
@@ -139,7 +162,8 @@ class Trainer:
         return sample
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, block: int | None = None, shown: str = "") -> Iterator[None]:
+        self._on_phase(shown or name, self.step, block)
         start = time.perf_counter()
         yield
         self.split_s[name] += time.perf_counter() - start
@@ -204,6 +228,23 @@ def planned_private_bytes(bundle: Bundle, micro_batch: int = 1) -> int:
     return arenas + manifest.programs.workspace_bytes + 4 * lora_bytes + micro_batch * (states + sum(records.values()))
 
 
+def budget_of(bundle: Bundle, budget_mib: int | None) -> int | None:
+    """The budget that holds, MiB: the one given, else the bundle's own, else none.
+
+    Raises:
+        BudgetExceededError: The plan is above it.
+    """
+    if budget_mib is None and bundle.manifest.budget is not None:
+        budget_mib = bundle.manifest.budget.mib
+    planned = planned_private_bytes(bundle)
+    if budget_mib is not None and planned > budget_mib * MIB:
+        raise BudgetExceededError(
+            f"Training {bundle.dir} takes at least {planned / MIB:.0f} MiB of private memory, the budget is {budget_mib} MiB. "
+            "Raise --budget, or export with fewer prompt tokens or a smaller patch."
+        )
+    return budget_mib
+
+
 def choose_micro_batch(bundle: Bundle, accumulation: int, budget_bytes: int | None) -> int:
     """The largest divisor of `accumulation` whose plan leaves a tenth of the budget free; all samples without a budget.
 
@@ -225,6 +266,7 @@ def train(
     micro_batch: int | None = None,
     on_start: Callable[[dict[str, Any]], None] = lambda run: None,
     on_step: StepCallback = lambda row: None,
+    on_phase: PhaseCallback = lambda phase, step, block: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Trains the LoRA of a bundle, or goes on where this run folder stopped.
@@ -233,11 +275,12 @@ def train(
         bundle_dir: What `export` made.
         run_dir: Made if it is not there; the same command on the same folder resumes.
         settings: None takes the manifest's.
-        budget_mib: Most private memory beyond the idle process, MiB; None measures without a limit.
+        budget_mib: Most private memory beyond the idle process, MiB; None takes the bundle's, without one there is no limit.
         threads: Size of the thread pool; None is `default_threads`.
         micro_batch: Samples that go through a block together, a divisor of the accumulation; None is `choose_micro_batch`.
         on_start: Called with the content of `run.json` before the first step: what was chosen.
         on_step: Called with each row of the metrics.
+        on_phase: Called when a phase begins, many times a step: what is under way, where memory ran out.
         should_stop: Asked after each step; true saves a checkpoint and returns with status `stopped`.
 
     Returns:
@@ -248,16 +291,14 @@ def train(
         CheckpointError: The run folder belongs to another bundle or other settings.
         BudgetExceededError: The plan, or the measured peak, is above the budget; what is trained is in a checkpoint.
         NonFiniteLossError: The loss or gradient became NaN or infinite.
+        StorageFullError: A checkpoint, the log or the adapter found no space; the same command goes on from the last one.
     """
     watch = MemoryWatch()
+    on_phase("load", 0, None)
     bundle = Bundle(bundle_dir)
     settings = settings or bundle.manifest.training
+    budget_mib = budget_of(bundle, budget_mib)
     budget_bytes = None if budget_mib is None else budget_mib * MIB
-    if budget_bytes is not None and (planned := planned_private_bytes(bundle)) > budget_bytes:
-        raise BudgetExceededError(
-            f"Training {bundle_dir} takes at least {planned / MIB:.0f} MiB of private memory, the budget is {budget_mib} MiB. "
-            "Raise --budget, or export with fewer prompt tokens or a smaller patch."
-        )
     if micro_batch is None:
         micro_batch = choose_micro_batch(bundle, settings.accumulation, budget_bytes)
     if settings.accumulation % micro_batch:
@@ -265,9 +306,10 @@ def train(
             f"micro_batch: got {micro_batch}, expected a divisor of the accumulation {settings.accumulation}."
         )
     binding = _binding(bundle, settings)
-    trainer = Trainer(bundle, threads=threads)
+    trainer = Trainer(bundle, threads=threads, on_phase=on_phase)
     optimizer = AdamW(trainer.lora.flat.numel())
     first_step = load_latest(run_dir, trainer.lora, optimizer, binding)
+    trainer.reserve()
     run: dict[str, Any] = {
         "schema": SCHEMA,
         "status": "running",
@@ -297,6 +339,7 @@ def train(
     try:
         with watch:
             for step in range(first_step + 1, settings.steps + 1):
+                trainer.step = step
                 step_start, split_start = time.perf_counter(), dict(trainer.split_s)
                 samples = [next(order) for _ in range(settings.accumulation)]
                 losses = []
@@ -307,14 +350,17 @@ def train(
                 rate, norm = trainer.update(optimizer, settings)
                 private, file_backed = watch.read()
                 now = time.perf_counter()
+                step_ms = 1e3 * (now - step_start)
+                split_ms = {name: 1e3 * (trainer.split_s[name] - split_start[name]) for name in trainer.split_s}
                 row = {
                     "step": step,
                     "seconds": before["seconds"] + now - started,
                     "loss": sum(losses) / len(losses),
                     "learning_rate": rate,
                     "grad_norm": norm,
-                    "step_ms": 1e3 * (now - step_start),
-                    **{f"{name}_ms": 1e3 * (trainer.split_s[name] - split_start[name]) for name in trainer.split_s},
+                    "step_ms": step_ms,
+                    **{f"{name}_ms": spent for name, spent in split_ms.items()},
+                    "other_ms": max(0.0, step_ms - sum(split_ms.values())),
                     "private_bytes": private,
                     "peak_private_bytes": watch.peak_private_bytes,
                     "file_bytes": file_backed,
@@ -327,6 +373,7 @@ def train(
                 over_budget = budget_bytes is not None and watch.peak_private_bytes > budget_bytes
                 stop = over_budget or (step < settings.steps and should_stop())
                 if stop or step == settings.steps or step % settings.checkpoint_every == 0:
+                    on_phase("checkpoint", step, None)
                     log.sync()
                     save_checkpoint(run_dir, step, trainer.lora, optimizer, binding)
                 if over_budget:
@@ -338,6 +385,7 @@ def train(
                     status = "stopped"
                     break
             if status == "complete":
+                on_phase("adapter", settings.steps, None)
                 save_adapter(
                     run_dir / ADAPTER, trainer.lora, bundle.manifest, steps=settings.steps, version=__version__
                 )
@@ -347,7 +395,11 @@ def train(
     finally:
         log.close()
         run |= {"status": status, "summary": summarise(read_metrics(run_dir))}
-        atomic.write_json(run_dir / "run.json", run)
+        try:
+            atomic.write_json(run_dir / "run.json", run)
+        except StorageFullError:
+            if status != "failed":  # otherwise the error under way says why
+                raise
     return run
 
 

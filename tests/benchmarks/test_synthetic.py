@@ -27,5 +27,5 @@ def test_a_block_of_sana_takes_what_it_took(tmp_path):
     assert sizes[0] == pytest.approx(1.02 * 20.6e6, rel=0.01)
     peak = measure_ours(tmp_path / "bundle", steps=2, threads=1)["peak_private_bytes"]
     planned = planned_private_bytes(Bundle(tmp_path / "bundle"))
-    assert planned == pytest.approx(work.costs().phone_row((0, 0), "int8").private_bytes, rel=0.15)
-    assert peak == pytest.approx(planned, rel=0.2)  # of 26 MiB; the allocator's slack is 3
+    assert peak == pytest.approx(planned, rel=0.2)  # of 30 MiB; the allocator's slack is 3
+    assert peak == pytest.approx(work.costs().phone_row((0, 0), "int8").private_bytes, rel=0.1)

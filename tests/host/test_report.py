@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,13 @@ from PIL import Image, ImageDraw
 
 from host.charts import format_tick, moving_mean, nice_ticks
 from host.report import summary_table, write_report
+from tests.page_check import Page
 
 MIB = 1024 * 1024
 PROMPT = 'a photo of <b>my</b> "sks" cat & 🐱'
 PROMPTS = (PROMPT, "a sks cat on a red sofa, evening light", "a sks cat's portrait <script>alert(1)</script>")
 SECTIONS = ("numbers", "photos", "pictures", "loss", "memory", "time", "patches", "settings")
-VOID = {"meta", "link", "img", "br", "input", "hr"}
 SHARED_PHOTOS = Path(__file__).parents[3] / "shared/photos/cat"
-
-
-class _Page(HTMLParser):
-    """Checks that every tag is closed in order and collects what the tests ask for."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open[-1:] == [tag], f"</{tag}> closes nothing"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text += data
-
-    def values(self, tag: str, name: str) -> list[str]:
-        return [attrs.get(name) or "" for each, attrs in self.tags if each == tag]
 
 
 def _draw(path: Path, seed: int, side: int = 128) -> None:
@@ -178,9 +145,9 @@ def run_dir(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def _render(run_dir: Path, bundle_dir: Path) -> tuple[str, _Page]:
+def _render(run_dir: Path, bundle_dir: Path) -> tuple[str, Page]:
     page = write_report(run_dir, bundle_dir).read_text("utf-8")
-    return page, _Page(page)
+    return page, Page(page)
 
 
 def test_page_is_well_formed_and_has_all_sections_in_order(run_dir: Path, bundle_dir: Path) -> None:
