@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights", metavar="TYPE", help="how weights are stored: fp32 (default), fp16, bf16, int8 or int4"
     )
     sub.add_argument(
-        "--budget", type=_positive, metavar="MIB", help="private memory training may take: chooses what is left open"
+        "--budget", type=_mib, metavar="SIZE", help="private memory training may take: chooses what is left open"
     )
     sub.add_argument("--dry-run", action="store_true", help="check everything, print sizes, write nothing")
     settings(sub)
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--patch", type=int, metavar="PX", help="side of the patches trained on")
     sub.add_argument(
-        "--budget", type=_positive, metavar="MIB", help="list the settings whose private memory fits, best first"
+        "--budget", type=_mib, metavar="SIZE", help="list the settings whose private memory fits, best first"
     )
     settings(sub)
 
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("bundle", type=Path, help="bundle folder")
     sub.add_argument("--run", dest="run_dir", type=Path, help="run folder (runs/<bundle name>)")
     sub.add_argument("--steps", type=int, help="optimizer steps")
-    sub.add_argument("--budget", type=_positive, metavar="MIB", help="most private memory beyond the idle process, MiB")
+    sub.add_argument("--budget", type=_mib, metavar="SIZE", help="most private memory beyond the idle process, in MiB")
     sub.add_argument(
         "--threads", type=_positive, help="threads of the block programs (all cores, or one where blocks are small)"
     )
@@ -557,6 +557,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return value
+
+
+def _mib(text: str) -> int:
+    """Whole MiB of a size, at least one."""
+    return _positive(str(_size(text) // MIB))
 
 
 def _size(text: str) -> int:

@@ -1,6 +1,7 @@
 """The reports in a real browser: no complaint, no request, nothing wider than the screen; screenshots are kept."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from tests.browser import Browser, browser, find_chromium
 from tests.host.emulator.emulations import make_breach, make_emulation, make_faulted, make_killed, make_sampled
 from tests.host.test_report import make_bundle, make_run
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_chromium() is None and "CI" not in os.environ, reason="no Chromium: make browser"),
+]
 
 PAGES = {
     "within": make_emulation,
