@@ -38,7 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BudgetExceededError, NonFiniteLossError, StorageFullError) as error:
         print(f"pocketdit {options.command}: {error}", file=sys.stderr)
         return EXIT_STOPPED
-    except (PocketDiTError, ValueError, FileNotFoundError) as error:
+    except (
+        PocketDiTError,
+        ValueError,
+        FileNotFoundError,
+        PermissionError,
+        NotADirectoryError,
+        FileExistsError,
+    ) as error:
         print(f"pocketdit {options.command}: {error}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks.synthetic import SANA_06B, Work, make_bundle
-from host.emulator.cgroups import MOUNT, PREFIX
 from host.emulator.device import load_device
 from host.emulator.emulate import Request, emulate
 from host.emulator.faults import KINDS
@@ -23,6 +22,7 @@ from runtime.manifest import TrainingSpec
 from runtime.metrics import read_metrics
 from runtime.trainer import ADAPTER, train
 from tests.host.emulator import joint_graph
+from tests.host.emulator.groups import groups_left
 
 ROOT = Path(__file__).parents[2]
 MIB = 1024**2
@@ -36,10 +36,6 @@ def pocketdit(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProce
     command = [sys.executable, "-m", "host.cli", "emulate", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(cwd)}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
-
-
-def groups() -> list[Path]:
-    return [path for path in MOUNT.glob(f"**/{PREFIX}*") if path.is_dir()]
 
 
 def test_a_bundle_within_its_budget_a_summary_and_two_files(bundle_dir, tmp_path):
@@ -56,7 +52,7 @@ def test_a_bundle_within_its_budget_a_summary_and_two_files(bundle_dir, tmp_path
     assert made["budget"]["basis"] == "--budget"
     assert made["enforcement"]["memory"] == group.version
     assert (run / "emulation.html").is_file()
-    assert groups() == []
+    assert groups_left() == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +121,7 @@ def test_whatever_ends_the_emulator_ends_the_process_and_leaves_no_group(bundle_
         assert parent.returncode == 1
         assert b"stopped; the process was ended and its limits removed" in errors
     assert not Path(f"/proc/{children[0]}").exists()
-    assert groups() == []
+    assert groups_left() == []
     assert json.loads((run / "emulation.json").read_text())["reason"] == "The emulation did not end."
 
 

@@ -1,6 +1,7 @@
 """The command line, called as a process."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -200,13 +201,32 @@ def test_plan_says_what_a_model_takes_and_what_fits():
 @pytest.mark.parametrize("value", ["0", "-5", "x"])
 @pytest.mark.parametrize(
     "command",
-    [["train", "b", "--budget"], ["train", "b", "--threads"], ["plan", "--budget"], ["doctor", "p", "--min-side"]],
+    [["train", "b", "--threads"], ["doctor", "p", "--min-side"]],
 )
 def test_counts_below_one_are_refused(capsys, command, value):
     with pytest.raises(SystemExit) as error:
         main([*command, value])
     assert error.value.code == 2
     assert f"{command[-1]}: got '{value}', expected a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "0.5", "-5", "x", "5 kB"])
+@pytest.mark.parametrize("command", [["export", "p", "-o", "b"], ["train", "b"], ["plan"], ["emulate", "b"]])
+def test_sizes_that_are_none_are_refused(capsys, command, value):
+    if command[0] == "emulate" and value in ("0", "0.5"):
+        pytest.skip("a size there is not whole MiB")
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--budget", value])
+    assert error.value.code == 2
+    assert re.search("--budget: got '.*', expected a (size such as 512MiB|whole number)", capsys.readouterr().err)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(bundle_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = pocketdit("train", bundle_dir, "--run", tmp_path / "file" / "run")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("pocketdit train: ")
 
 
 def test_the_demos_dry_run_prints_each_command(tmp_path):

@@ -1,25 +1,20 @@
 """The harness: what is measured, what ends a run, what is said about it. Runs under whatever limits this machine has."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from host.emulator import emulate as module
-from host.emulator.cgroups import MOUNT, PREFIX
 from host.emulator.device import load_device
 from host.emulator.emulate import Request, emulate
 from host.emulator.limits import EnforcementError, Sampling, choose_group
 from host.emulator.recorder import thinned
 from host.emulator.summary import summary_text
 from runtime.trainer import ADAPTER
+from tests.host.emulator.groups import groups_left
 from tests.host.emulator.workloads import CHOICE, MIB
 
 WORKLOADS = "tests.host.emulator.workloads"
-
-
-def groups() -> list[Path]:
-    return [path for path in MOUNT.glob(f"**/{PREFIX}*") if path.is_dir()]
 
 
 def enforced() -> bool:
@@ -48,7 +43,7 @@ def work(bundle_dir, tmp_path, monkeypatch):
         return emulate(request)
 
     yield run
-    assert groups() == []
+    assert groups_left() == []
 
 
 @pytest.mark.parametrize("choice", ["hold", "flash_past", "hold_in_a_child"])
