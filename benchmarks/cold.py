@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 from benchmarks.step import RESULTS
-from benchmarks.synthetic import WORKS, make_bundle
+from benchmarks.synthetic import kept_bundle
+from host.emulator.cgroups import CgroupV1
+from host.emulator.observe import drop_page_cache
 from runtime.manifest import read_manifest
 from runtime.memory import MIB
 from runtime.metrics import read_metrics
-
-GROUP = Path("/sys/fs/cgroup/memory/pocketdit-cold")
 
 
 def main() -> None:
@@ -33,16 +33,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    bundle = options.work_dir / "sana-0.6b-fp32"
-    if not (bundle / "manifest.json").is_file():
-        make_bundle(WORKS["sana-0.6b"], "fp32", bundle)
+    bundle = kept_bundle("sana-0.6b", "fp32", options.work_dir)
     manifest = read_manifest(bundle)
     files = [bundle / block.file for block in manifest.blocks]
     weights = sum(path.stat().st_size for path in files)
     warm = _train(bundle, options.threads, None)
-    _forget(files)
+    drop_page_cache(files)
     bandwidth = _bandwidth(files)
-    _forget(files)
+    drop_page_cache(files)
     cold = _train(bundle, options.threads, options.limit_mib)
     bound_ms = max(warm["step_ms"], 1e3 * 2 * weights / bandwidth)
     result = {
@@ -65,33 +63,29 @@ def _train(bundle: Path, threads: int, limit_mib: int | None) -> dict[str, float
         "import sys; from dataclasses import replace; from pathlib import Path\n"
         "from runtime.manifest import read_manifest; from runtime.trainer import train\n"
         "settings = replace(read_manifest(Path(sys.argv[1])).training, steps=4)\n"
-        "if sys.argv[4]: Path(sys.argv[4], 'cgroup.procs').write_text('0')\n"
+        "for entrance in sys.argv[4:]: Path(entrance).write_text('0')\n"
         "train(Path(sys.argv[1]), Path(sys.argv[2]), settings, threads=int(sys.argv[3]))"
     )
-    if limit_mib is not None:
-        GROUP.mkdir(exist_ok=True)
-        (GROUP / "memory.limit_in_bytes").write_text(str(limit_mib * MIB))
-    with tempfile.TemporaryDirectory() as run:
-        group = str(GROUP) if limit_mib is not None else ""
-        command = [sys.executable, "-c", code, str(bundle), run, str(threads), group]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"training failed ({done.returncode}): {done.stderr[-1500:]}")
-        rows = read_metrics(Path(run))
+    group = None if limit_mib is None else CgroupV1()
+    if group is not None and limit_mib is not None:
+        group.limit_memory(limit_mib * MIB)
+    try:
+        with tempfile.TemporaryDirectory() as run:
+            entrances = [] if group is None else map(str, group.entrances())
+            command = [sys.executable, "-c", code, str(bundle), run, str(threads), *entrances]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"training failed ({done.returncode}): {done.stderr[-1500:]}")
+            rows = read_metrics(Path(run))
+    finally:
+        if group is not None:
+            group.remove()
     reads = [b["flash_read_bytes"] - a["flash_read_bytes"] for a, b in itertools.pairwise(rows)]
     return {
         "step_ms": statistics.median(row["step_ms"] for row in rows[1:]),
         "read_bytes": statistics.median(reads),
         "peak_private_bytes": rows[-1]["peak_private_bytes"],
     }
-
-
-def _forget(files: list[Path]) -> None:
-    """Drops the page cache."""
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 def _bandwidth(files: list[Path]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.step import RESULTS
-from benchmarks.synthetic import WORKS, make_bundle
+from benchmarks.synthetic import WORKS, kept_bundle
 from host import tiny_base
 from runtime.bundle import Bundle
 from runtime.manifest import WeightFormat
@@ -65,11 +65,10 @@ def main() -> None:
 
 def _bundle(name: str, weight_format: WeightFormat, work_dir: Path) -> Path:
     """Makes the bundle unless it is there."""
+    if name in WORKS:
+        return kept_bundle(name, weight_format, work_dir)
     folder = work_dir / f"{name}-{weight_format}"
     if (folder / "manifest.json").is_file():
-        return folder
-    if name in WORKS:
-        make_bundle(WORKS[name], weight_format, folder)
         return folder
     home = Path(tiny_base.__file__).parent
     command = [sys.executable, "-m", "host.cli", "export", str(home / "sample_subject"), "-o", str(folder)]

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import WORKS, make_bundle
+from benchmarks.synthetic import WORKS, kept_bundle
 from host.model_costs import ModelCosts
 from runtime.bundle import Bundle
 from runtime.manifest import WeightFormat, read_manifest
@@ -50,9 +50,7 @@ def main() -> None:
         for name in sorted(peers):
             runs.setdefault(f"{name} PyTorch", []).append(_eager(name, "middle", options.threads))
         for name, weight_format, steps in rows:
-            bundle = options.work_dir / f"{name}-{weight_format}"
-            if not (bundle / "manifest.json").is_file():
-                make_bundle(WORKS[name], weight_format, bundle)
+            bundle = kept_bundle(name, weight_format, options.work_dir)
             runs.setdefault(f"{name} {weight_format}", []).append(measure_ours(bundle, steps, options.threads))
         if "sana-0.6b" in peers:
             runs.setdefault("sana-0.6b PyTorch, whole model at 512 px", []).append(

@@ -162,6 +162,14 @@ def make_bundle(
     return written
 
 
+def kept_bundle(name: str, weight_format: manifest.WeightFormat, work_dir: Path) -> Path:
+    """The bundle of one of `WORKS` in a folder that keeps them, made unless it is there."""
+    folder = work_dir / f"{name}-{weight_format}"
+    if not (folder / "manifest.json").is_file():
+        make_bundle(WORKS[name], weight_format, folder)
+    return folder
+
+
 def _write_samples(
     path: Path, tensors: dict[str, torch.Tensor], prompt_inputs: tuple[str, ...], count: int, generator: torch.Generator
 ) -> None:

@@ -10,7 +10,7 @@ moments, one record. The workspace is laid out as XNNPACK's planner does, on the
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import peft
 import torch
@@ -135,7 +135,6 @@ class ModelCosts:
             raise ValueError(f"weights: got {dtype!r}, expected one of {', '.join(WEIGHTS)}.")
         middle = self._middle(cut)
         programs = {self._kind(i): self._once(self._programs, i, dtype) for i in middle}
-        stored = [quantize.stored(self.weights_of(i), cast(WeightFormat, dtype)) for i in middle]
         output = {name: tuple(value.shape) for name, value in self.adapter.predict_weights(self.transformer).items()}
         shipped = [*(self._once(self._shapes, i) for i in middle), output]
         trained = sum(self._once(self._lora_size, i) for i in middle)
@@ -151,7 +150,7 @@ class ModelCosts:
             "LoRA": ADAM_BYTES * trained,
             "sample": 4 * sum(value.numel() for value in records),
         }
-        block_bytes = sum(value.nbytes for block in stored for value in block.values())
+        block_bytes = sum(self._once(self._stored_bytes, i, dtype) for i in middle)
         record, prompt = self._record_bytes(middle)
         return PlanRow(
             method="phone: streamed",
@@ -209,6 +208,9 @@ class ModelCosts:
     def weights_of(self, index: int) -> dict[str, Tensor]:
         """What the program of a block takes, before it is stored in a narrower type."""
         return self.adapter.block_weights(self.transformer, index, self.layers[index])
+
+    def _stored_bytes(self, index: int, weights: WeightFormat) -> int:
+        return sum(value.nbytes for value in quantize.stored(self.weights_of(index), weights).values())
 
     def _shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self.weights_of(index).items()}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from host.charts import escape, format_amount
+from runtime.memory import MIB
 
-MIB = 1024 * 1024
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 

@@ -18,19 +18,19 @@ SAMPLE_INTERVAL_S = 0.02
 
 def memory_bytes() -> tuple[int, int]:
     """Private bytes and file-backed resident bytes of this process now."""
-    values = _fields(SMAPS.read_text(), 1024)
+    values = read_fields(SMAPS, unit=1024)
     private = values["Anonymous"] + values.get("Pss_Shmem", 0) + values.get("Swap", 0)
     return private, max(0, values["Rss"] - private)
 
 
 def storage_read_bytes() -> int:
     """Bytes this process made the kernel read from storage; what came from the page cache is not counted."""
-    return _fields(IO.read_text(), 1)["read_bytes"]
+    return read_fields(IO)["read_bytes"]
 
 
 def available_bytes() -> int:
     """Memory the page cache can have: what the system has free, or what this process's memory cgroup leaves if that is less."""
-    free = [_fields(MEMINFO.read_text(), 1024)["MemAvailable"]]
+    free = [read_fields(MEMINFO, unit=1024)["MemAvailable"]]
     for line in CGROUP.read_text().splitlines() if CGROUP.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -38,7 +38,7 @@ def available_bytes() -> int:
         folder = CGROUP_MOUNT / ("memory" if controllers else "") / path.lstrip("/")
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             if (folder / limit).is_file() and (text := (folder / limit).read_text().strip()) != "max":
-                cached = _fields((folder / "memory.stat").read_text().replace(" ", ": "), 1).get("inactive_file", 0)
+                cached = read_fields(folder / "memory.stat").get("inactive_file", 0)
                 free.append(int(text) - int((folder / usage).read_text()) + cached)
     return max(0, min(free))
 
@@ -78,7 +78,7 @@ class MemoryWatch:
             self.read()
 
 
-def _fields(text: str, unit: int) -> dict[str, int]:
-    """`name: value` lines to integers in bytes; lines of another form are left out."""
-    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return {name: int(words[0]) * unit for name, value in pairs if (words := value.split()) and words[0].isdigit()}
+def read_fields(path: Path, *, unit: int = 1) -> dict[str, int]:
+    """Lines `name: value` or `name value` of a file of the kernel's, as bytes where `unit` says so; others are left out."""
+    lines = (line.replace(":", " ", 1).split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) * unit for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -25,6 +25,7 @@ from host.emulator.machine import Machine
 from host.emulator.observe import alive, anonymous_bytes, flash_bytes, memory_of, tree
 from host.emulator.recorder import Recorder, place_fields
 from host.emulator.status import Place, StatusPage
+from runtime.memory import MIB
 
 INTERVAL_S = 0.02
 GLANCE_S = 0.002
@@ -38,7 +39,6 @@ LIBC = ctypes.CDLL(None)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """As Android's: above 64 KiB each allocation is a map of its own and goes back at once. glibc's threshold wanders, and what a
 heap keeps depends on the moment at which threads ask for memory."""
-MIB = 1024**2
 
 
 @dataclass(slots=True)
@@ -83,7 +83,6 @@ class Attempt:
         self._limited = page_cache_bytes is not None
         self._status = StatusPage()
         self._outcome: Outcome | None = None
-        self._message = ""
         self._ended: dict[str, Any] | None = None
         self._struck: Fault | None = None
         self._slow_until: float | None = None
@@ -233,7 +232,6 @@ class Attempt:
         return True
 
     def _breach(self, by: str, private: int, place: Place) -> None:
-        fields = {"seconds": self._seconds(), **place_fields(place), "private_bytes": private, "by": by}
         held = f"{private / MIB:.1f} MiB of private memory beyond idle"
         if by == "kernel":
             status, text = (
@@ -252,7 +250,15 @@ class Attempt:
                 f"In {place} the interpreter and its libraries alone held {idle:.1f} MiB, the "
                 f"budget is {self._total_budget / MIB:.0f} MiB in all. Nothing was trained; raise --budget-total."
             )
-        self._outcome = Outcome(status, text, fields)
+        self._outcome = Outcome(status, text, self._breach_fields(by, private, place))
+
+    def _breach_fields(self, by: str, private: int, place: Place) -> dict[str, Any]:
+        """A breach as emulation.json has it."""
+        return {"seconds": self._seconds(), **place_fields(place), "private_bytes": private, "by": by}
+
+    @property
+    def _last_private(self) -> int:
+        return self._recorder.samples[-1][1] if self._recorder.samples else 0
 
     def _handle(self, process: "subprocess.Popen[bytes]", event: dict[str, Any]) -> None:
         kind = event.pop("event")
@@ -323,7 +329,7 @@ class Attempt:
         # A scope of systemd's is gone with its process, and with it the count.
         uncounted = isinstance(self._group, CgroupV2Scope) and code == -signal.SIGKILL and fault is None
         if counters.oom_kills > kills or uncounted:
-            self._breach("kernel", self._recorder.samples[-1][1] if self._recorder.samples else 0, self._last_place)
+            self._breach("kernel", self._last_private, self._last_place)
             assert self._outcome is not None
             return self._outcome
         if fault is not None and fault.kind in kinds.ENDS_PROCESS:
@@ -343,13 +349,7 @@ class Attempt:
             return Outcome("complete")
         if ended is not None and ended["status"] == "error":
             if ended["kind"] == "BudgetExceededError":
-                last = self._recorder.samples[-1][1] if self._recorder.samples else 0
-                fields = {
-                    "seconds": self._seconds(),
-                    **place_fields(self._last_place),
-                    "private_bytes": last,
-                    "by": "runtime",
-                }
+                fields = self._breach_fields("runtime", self._last_private, self._last_place)
                 return Outcome("over", f"The runtime itself stopped: {ended['message']}", fields)
             if ended["refused"]:
                 return Outcome("refused", ended["message"])

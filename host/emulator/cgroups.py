@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.memory import MIB, read_fields
+
 MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "pocketdit-emulate-"
 PERIOD_US = 100_000
-MIB = 1024**2
 UNLIMITED = 2**63 - 4096
 """What version 1 shows of a group without a limit."""
 HIGH_SHARE = 1 / 32
@@ -247,8 +248,7 @@ class CgroupV2Scope(CgroupV2):
         Raises:
             OSError: It is in none, or its memory limit is not ours to set.
         """
-        text = (self._proc / str(pid) / "cgroup").read_text()
-        path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), "")
+        path = group_path(pid, proc=self._proc)
         folder = self._mount / path.lstrip("/")
         if self._name not in path or not os.access(folder / "memory.max", os.W_OK):
             raise OSError(
@@ -320,19 +320,13 @@ def remove_stale(parent: Path) -> None:
 
 def own_limit_bytes(root: Path) -> int:
     """The limit this process already lives under; a group beside its own must not be a way out of it."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(",") and (stat := root / path.lstrip("/") / "memory.stat").is_file():
-            return read_fields(stat).get("hierarchical_memory_limit", UNLIMITED)
-    return UNLIMITED
+    stat = root / group_path("self", "memory").lstrip("/") / "memory.stat"
+    return read_fields(stat).get("hierarchical_memory_limit", UNLIMITED) if stat.is_file() else UNLIMITED
 
 
 def delegated_parents(mount: Path = MOUNT) -> Iterator[Path]:
     """Groups of version 2 in which this process may make one of its own: around its own group, nearest first, then the root."""
-    path = next(
-        (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/"
-    )
-    folder = mount / path.lstrip("/")
+    folder = mount / group_path("self").lstrip("/")
     while folder.is_relative_to(mount):
         files = (folder / "cgroup.procs", folder / "cgroup.subtree_control")
         if all(os.access(file, os.W_OK) for file in files) and os.access(folder, os.W_OK):
@@ -342,18 +336,18 @@ def delegated_parents(mount: Path = MOUNT) -> Iterator[Path]:
         folder = folder.parent
 
 
+def group_path(pid: int | str, controller: str = "", proc: Path = Path("/proc")) -> str:
+    """Where a process is below the mount of a controller of version 1, or of version 2; empty if it is in none."""
+    lines = (line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines())
+    return next((path for _, controllers, path in lines if controller in controllers.split(",")), "")
+
+
 def read_pids(folder: Path) -> list[int]:
     """Processes of a group; none if it is not there."""
     try:
         return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
     except OSError:
         return []
-
-
-def read_fields(file: Path) -> dict[str, int]:
-    """`name value` lines."""
-    pairs = (line.split() for line in file.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in pairs if len(words) == 2 and words[1].lstrip("-").isdigit()}
 
 
 def reason(error: OSError) -> str:

@@ -6,7 +6,6 @@ Command: `pocketdit emulate BUNDLE --device pixel-8`, or `--device my-phone.toml
 
 import dataclasses
 import difflib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from host.emulator.profile_file import CITATION, Cluster, Kind, ProfileFile, Sourced, parse_profile
+from host.emulator.projection import thermal_share
+from runtime.memory import MIB
 from runtime.schema import encode
 
-MIB, GIB, MB = 1024**2, 1024**3, 1_000_000
+GIB, MB = 1024 * MIB, 1_000_000
 PROFILES = resources.files("host.emulator") / "profiles"
 UNITS = {
     "_gib": "GiB",
@@ -107,10 +108,7 @@ class Device:
 
     def speed_share(self, seconds: float) -> float:
         """Share of full speed after that long under full load."""
-        for (start, high), (end, low) in itertools.pairwise(self.thermal):
-            if seconds < end:
-                return high + (low - high) * max(0.0, seconds - start) / (end - start)
-        return self.thermal[-1][1]
+        return thermal_share(self.thermal, seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""

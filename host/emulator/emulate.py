@@ -28,12 +28,12 @@ from host.emulator.recorder import Recorder, thinned
 from host.emulator.status import PHASES
 from runtime import __version__, atomic
 from runtime.manifest import BundleManifest, read_manifest
+from runtime.memory import MIB
 from runtime.metrics import read_metrics
 
 SCHEMA = "pocketdit.emulation/1"
 FILE_NAME = "emulation.json"
 ADAPTER = "adapter.safetensors"
-MIB = 1024**2
 WITHIN, OVER, REFUSED = 0, 1, 2
 MOST_PROCESSES = 4
 """Starts beyond one per fault after which a run that does not get on is given up."""

@@ -160,6 +160,7 @@ class Machine:
         return {
             "memory": group.version,
             "cpu": cpu,
+            "cpu_cores": cores if cpu != "none" and cores < most else None,
             "flash": flash or "throttled reader",
             "notes": notes,
             "page_cache_dropped": self._dropped,

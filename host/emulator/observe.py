@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.memory import read_fields
+
 PROC = Path("/proc")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -44,7 +46,7 @@ def memory_of(pids: Iterable[int]) -> Memory:
     private = file_backed = locked = swap = 0
     for pid in pids:
         try:
-            values = _kib_fields((PROC / str(pid) / "smaps_rollup").read_text())
+            values = read_fields(PROC / str(pid) / "smaps_rollup", unit=1024)
         except OSError:
             continue
         swapped = values.get("SwapPss", 0)
@@ -69,11 +71,10 @@ def anonymous_bytes(pid: int) -> int:
 def flash_bytes(pid: int) -> tuple[int, int]:
     """Bytes a process had read from and written to storage so far; zeros once it has ended."""
     try:
-        text = (PROC / str(pid) / "io").read_text()
+        fields = read_fields(PROC / str(pid) / "io")
     except OSError:
         return 0, 0
-    fields = dict(line.split(": ") for line in text.splitlines())
-    return int(fields["read_bytes"]), int(fields["write_bytes"])
+    return fields["read_bytes"], fields["write_bytes"]
 
 
 def alive(pid: int) -> bool:
@@ -117,8 +118,3 @@ def drop_page_cache(paths: Sequence[Path]) -> bool:
     if cached_bytes(paths) > allowed and os.access(DROP_CACHES, os.W_OK):
         DROP_CACHES.write_text("1")
     return cached_bytes(paths) <= allowed
-
-
-def _kib_fields(text: str) -> dict[str, int]:
-    pairs = (line.split(":", 1) for line in text.splitlines()[1:])
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}

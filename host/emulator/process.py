@@ -11,7 +11,6 @@ import queue
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from host.emulator.status import StatusPage
@@ -55,12 +54,6 @@ class Job:
         for line in sys.stdin:
             self._orders.put(json.loads(line))
         os._exit(ORPHANED)
-
-
-def flash_written_bytes() -> int:
-    """Bytes this process had written to storage so far."""
-    text = Path("/proc/self/io").read_text()
-    return next(int(line.split(":")[1]) for line in text.splitlines() if line.startswith("write_bytes"))
 
 
 def main() -> int:

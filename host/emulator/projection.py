@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-MIB = 1024**2
+from runtime.memory import MIB
+
 GIGA = 1e9
 
 Bounds = tuple[float, float]
@@ -73,6 +74,12 @@ def step_seconds(compute_seconds: Bounds, flash_seconds: Bounds) -> Bounds:
     return max(compute_seconds[0], flash_seconds[0]), compute_seconds[1] + flash_seconds[1]
 
 
+def thermal_share(thermal: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Share of full speed after that long under full load: linear between the points, flat after the last."""
+    times, shares = zip(*thermal, strict=True)
+    return float(np.interp(seconds, times, shares))
+
+
 def run_seconds(
     steps: int, compute_seconds: Bounds, flash_seconds: Bounds, thermal: Sequence[tuple[float, float]]
 ) -> Bounds:
@@ -84,10 +91,9 @@ def run_seconds(
         flash_seconds: Of one step; heat does not slow reading.
         thermal: Points (seconds under full load, share of full speed), linear between, flat after the last.
     """
-    times, shares = zip(*thermal, strict=True)
     low = high = 0.0
     for _ in range(steps):
-        low_share, high_share = (float(np.interp(passed, times, shares)) for passed in (low, high))
+        low_share, high_share = thermal_share(thermal, low), thermal_share(thermal, high)
         low += max(compute_seconds[0] / low_share, flash_seconds[0])
         high += compute_seconds[1] / high_share + flash_seconds[1]
     return low, high

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from host.charts import escape, format_amount
+from host.emulator.emulate import SCHEMA
 from host.emulator.report_curves import flash_section, memory_section, time_section
 from host.emulator.report_device import device_section, projection_section
 from host.emulator.report_words import (
@@ -37,7 +38,6 @@ from host.page import (
 from host.report_inputs import dicts, lookup, number
 from runtime import atomic
 
-SCHEMA = "pocketdit.emulation/1"
 VERDICTS = {"within": "Within budget", "over": "Over budget", "killed": "Killed", "failed": "Failed"}
 STRENGTH = {
     "memory": {

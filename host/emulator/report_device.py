@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from host.charts import escape
+from host.emulator.device import UNITS
 from host.emulator.report_words import device_title, seconds_text
 from host.page import missing, pairs, section
 from host.report_inputs import dicts, lookup, number
@@ -72,7 +73,7 @@ def _part(key: str, core_names: list[str]) -> str:
 
 def _saying(key: str, text: str) -> str:
     """Name and value, as `read 2,100 MB/s`; a note is a sentence of its own."""
-    name = re.sub(r"_(gib|mib|ghz|gflops|mb_per_s|iops|us|seconds_share)$", "", key.partition(".")[2])
+    name = re.sub(rf"({'|'.join(UNITS)}|_seconds_share)$", "", key.partition(".")[2])
     return f"{name} {text}".strip().replace("_", " ") if name else text
 
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-MIB = 1024**2
-GIGA = 1e9
+from runtime.memory import MIB
 
 
 def summary_text(made: dict[str, Any]) -> str:

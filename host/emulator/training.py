@@ -4,16 +4,23 @@ Reads a bundle, writes a run folder, both through `runtime.trainer.train`.
 """
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from host.emulator.process import Job, flash_written_bytes
+from host.emulator.observe import flash_bytes
+from host.emulator.process import Job
 from host.emulator.storage import Storage
 from runtime import trainer
 from runtime.manifest import read_manifest
 
 WRITING = ("checkpoint", "adapter")
+
+
+def _written_bytes() -> int:
+    """What this process had written to flash so far."""
+    return flash_bytes(os.getpid())[1]
 
 
 class _Writes:
@@ -25,9 +32,9 @@ class _Writes:
 
     def enter(self, phase: str) -> None:
         if self._phase in WRITING:
-            self.bytes[self._phase] += flash_written_bytes() - self._before
+            self.bytes[self._phase] += _written_bytes() - self._before
         if phase in WRITING:
-            self._before = flash_written_bytes()
+            self._before = _written_bytes()
         self._phase = phase
 
 
@@ -71,4 +78,4 @@ def run(job: Job) -> dict[str, Any]:
         should_stop=lambda: stopping,
     )
     writes.enter("")
-    return {"status": made["status"], "writes": writes.bytes, "written_bytes": flash_written_bytes()}
+    return {"status": made["status"], "writes": writes.bytes, "written_bytes": _written_bytes()}
