@@ -17,6 +17,7 @@ from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_
 from executorch.exir.passes import MemoryPlanningPass
 
 from export.block_programs import Method, flops
+from export.workspace import predict
 from runtime import atomic
 from runtime.errors import ExportError
 from runtime.manifest import MethodSpec, ProgramSpec
@@ -73,6 +74,7 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
                 inputs=method.inputs,
                 outputs=method.outputs,
                 planned_bytes=planned[name],
+                workspace_bytes=predict(method.program.graph) if backend == "xnnpack" else 0,
                 flops=flops(method.program.graph),
             )
             for name, method in methods.items()

@@ -135,7 +135,7 @@ def _measured(path: Path, spec: ProgramSpec) -> int:
     start = memory_bytes()[0]
     module = portable_lib._load_for_executorch(str(path))
     # The largest first: the workspace grows in place of being freed and taken anew.
-    for name in sorted(spec.methods, key=lambda name: -spec.methods[name].planned_bytes):
+    for name in sorted(spec.methods, key=lambda name: -spec.methods[name].workspace_bytes):
         module.run_method(name, inputs[name], clone_outputs=False)
     return max(0, memory_bytes()[0] - start - sum(method.planned_bytes for method in spec.methods.values()))
 

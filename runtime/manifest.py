@@ -42,6 +42,8 @@ class MethodSpec:
     outputs: tuple[TensorSpec, ...]
     planned_bytes: int
     """Size of the method's planned arena in private memory."""
+    workspace_bytes: int = 0
+    """XNNPACK's workspace for this method alone, as its planner lays it out; 0 without XNNPACK."""
     flops: int = 0
     """Operations of one call: products and convolutions, a multiply-add as two; 0 is not counted."""
 

@@ -47,7 +47,11 @@ SHARED_FLOPS = 2e8
 
 
 class BlockPrograms:
-    """The methods of a bundle's program file."""
+    """The methods of a bundle's program file.
+
+    Attributes:
+        methods: Their contracts by name.
+    """
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         """Loads the program.
@@ -64,8 +68,8 @@ class BlockPrograms:
         with _quiet():
             portable_lib._unsafe_reset_threadpool(threads)
             self._module = portable_lib._load_for_executorch(str(path))
-        self._methods = bundle.manifest.programs.methods
-        for name, spec in self._methods.items():
+        self.methods = bundle.manifest.programs.methods
+        for name, spec in self.methods.items():
             if name not in self._module.method_names():
                 raise ContractError(f"{path}: method {name!r} of the manifest is missing. Export the bundle again.")
             meta = self._module.method_meta(name)
@@ -88,7 +92,7 @@ class BlockPrograms:
         Raises:
             ContractError: An input is missing or has another dtype or shape than the manifest states.
         """
-        spec = self._methods[method]
+        spec = self.methods[method]
         outputs = self._module.run_method(method, arguments(method, spec, inputs), clone_outputs=False)
         return {tensor.name: value for tensor, value in zip(spec.outputs, outputs, strict=True)}
 

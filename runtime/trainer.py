@@ -68,13 +68,14 @@ class Trainer:
         self.split_s = dict.fromkeys(("read", "forward", "backward", "optimizer"), 0.0)
 
     def reserve(self) -> None:
-        """Runs the backward method of the largest block once, for nothing: XNNPACK's workspace then has its final size.
+        """Runs the backward method with the largest workspace once, for nothing: XNNPACK's then has its final size.
 
         It grows by being made anew while the old one is still there; in the first backward pass that would be the peak of
         the whole run.
         """
         sample = self.samples.read(0)
-        position = max(range(len(self.blocks)), key=lambda at: self.weights.size_bytes(at))
+        backward = [self.programs.methods[f"{block.kind}_backward"] for block in self.blocks]
+        position = max(range(len(self.blocks)), key=lambda at: backward[at].workspace_bytes)
         self._on_phase("load", 0, self.blocks[position].index)
         weights = self.weights.acquire(position)
         state = sample.tensors["hidden"]

@@ -31,10 +31,6 @@ class WeightStream:
     def __len__(self) -> int:
         return len(self._files)
 
-    def size_bytes(self, position: int) -> int:
-        """Size of a block's file."""
-        return self._files[position].size_bytes
-
     def prefetch(self, position: int) -> None:
         """Has a block read ahead of its use, beside the computation; positions outside the stack are ignored."""
         if 0 <= position < len(self._files):

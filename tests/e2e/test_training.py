@@ -228,6 +228,22 @@ def test_where_memory_cannot_hold_the_weights_blocks_leave_the_page_cache_and_no
     assert (tmp_path / ADAPTER).read_bytes() == (finished / ADAPTER).read_bytes()
 
 
+def test_the_largest_workspace_is_taken_before_the_first_step(bundle_dir, monkeypatch):
+    trainer = Trainer(Bundle(bundle_dir), threads=1)
+    first, second = trainer.blocks
+    spec = trainer.programs.methods["sana_block_backward"]
+    # A kind with fewer weights may well take more of it, as FLUX's single blocks do.
+    trainer.blocks = (replace(first, kind="double"), replace(second, kind="single"))
+    trainer.programs.methods = {
+        "double_backward": replace(spec, workspace_bytes=130, planned_bytes=9),
+        "single_backward": replace(spec, workspace_bytes=230, planned_bytes=5),
+    }
+    called = []
+    monkeypatch.setattr(trainer.programs, "call", lambda name, inputs: called.append(name))
+    trainer.reserve()
+    assert called == ["single_backward"]
+
+
 def test_the_budget_decides_how_many_samples_share_a_pass(bundle_dir):
     bundle = Bundle(bundle_dir)
     sizes = [planned_private_bytes(bundle, size) for size in (1, 2, 4)]
