@@ -244,9 +244,10 @@ class Exporter:
             "version": __version__,
         }
 
-    def _make_samples(self, folder: Path) -> None:
-        settings, state = self.config.export, residuals.processes()
-        plan = residuals.plan_samples(
+    def sample_plan(self) -> residuals.SamplePlan:
+        """Every random choice of the samples."""
+        settings = self.config.export
+        return residuals.plan_samples(
             self.photos,
             count=settings.samples,
             seed=settings.seed,
@@ -258,6 +259,10 @@ class Exporter:
             distribution=settings.sigma_distribution,
             shift=settings.sigma_shift,
         )
+
+    def _make_samples(self, folder: Path) -> None:
+        settings, state = self.config.export, residuals.processes()
+        plan = self.sample_plan()
         prompts = self.model.encode_prompts(plan.prompts, max_tokens=settings.prompt_tokens)
         rows = range(state.process_index, settings.samples, state.num_processes)
         latents = residuals.encode_patches(

@@ -34,6 +34,15 @@ class Patches:
     sigmas: Tensor
     prompts: PromptStates
 
+    def __getitem__(self, rows: Sequence[int]) -> "Patches":
+        index = list(rows)
+        return Patches(
+            latents=self.latents[index],
+            noise=self.noise[index],
+            sigmas=self.sigmas[index],
+            prompts=self.prompts[index],
+        )
+
 
 @dataclass(slots=True)
 class _State:
@@ -128,16 +137,13 @@ def _predicted(
     assert state.at_tail is not None
     adapter, num_image = model.adapter, grid[0] * grid[1]
     image = state.hidden[:, -num_image:]
-    predict_inputs = {name: state.conditioning[name] for name in adapter.predict_inputs}
-    predict, weights = adapter.predict_function(transformer), adapter.predict_weights(transformer)
-    rows = [{name: value[i] for name, value in predict_inputs.items()} for i in range(len(image))]
-    predictions = torch.stack([predict(image[i].to(device), row, weights) for i, row in enumerate(rows)])
+    predictions = adapter.run_output(transformer, image.to(device), state.conditioning)
     return BaseOutputs(
         hidden=state.at_head,
         tail_residual=image - state.at_tail[:, -num_image:],
         target=_resting(state.target),
         block_inputs=state.block_inputs,
-        predict_inputs={name: _resting(value) for name, value in predict_inputs.items()},
+        predict_inputs={name: _resting(state.conditioning[name]) for name in adapter.predict_inputs},
         loss=_resting((predictions - state.target).pow(2).flatten(1).mean(1)),
     )
 

@@ -184,7 +184,7 @@ def make_samples(
         for wave in _batches(range(len(rows)), wave_size):
             chunks = list(_batches(wave, batch))
             batches = [
-                _patches(plan, [rows[i] for i in chunk], latents[list(chunk)].to(device), prompts) for chunk in chunks
+                patches_of(plan, [rows[i] for i in chunk], latents[list(chunk)].to(device), prompts) for chunk in chunks
             ]
             outputs = base_outputs(
                 model,
@@ -216,7 +216,8 @@ def make_samples(
     return writer.relative_errors()
 
 
-def _patches(plan: SamplePlan, samples: Sequence[int], latents: Tensor, prompts: PromptStates) -> Patches:
+def patches_of(plan: SamplePlan, samples: Sequence[int], latents: Tensor, prompts: PromptStates) -> Patches:
+    """The samples `samples` with latents (len(samples), C, h, w) and one prompt state per prompt of the plan."""
     identities = [plan.identities[row] for row in samples]
     noise = torch.stack([noise_of(identity.seed, tuple(latents.shape[1:])) for identity in identities])
     return Patches(

@@ -160,7 +160,7 @@ def _autoencoder_kl() -> AutoencoderKL:
 
 def _clip_config() -> transformers.CLIPTextConfig:
     return transformers.CLIPTextConfig(
-        vocab_size=128,
+        vocab_size=256,
         hidden_size=20,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -174,7 +174,7 @@ def _clip_config() -> transformers.CLIPTextConfig:
 
 
 def _clip_tokenizer() -> transformers.CLIPTokenizer:
-    tokens = ["<|startoftext|>", "<|endoftext|>", *(c + "</w>" for c in CHARACTERS)]
+    tokens = ["<|startoftext|>", "<|endoftext|>", *CHARACTERS, *(c + "</w>" for c in CHARACTERS)]
     return transformers.CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
 
 
@@ -261,3 +261,32 @@ def rebuild_inputs(exporter: Exporter, identity: SampleIdentity) -> tuple[torch.
     noise = residuals.noise_of(identity.seed, tuple(latents.shape[1:]))[None]
     prompts = exporter.model.encode_prompts([identity.prompt])
     return (1 - identity.sigma) * latents + identity.sigma * noise, noise - latents, prompts
+
+
+def whole_prediction(
+    transformer: Any, noisy: torch.Tensor, sigma: float, prompts: PromptStates, guidance: float
+) -> torch.Tensor:
+    """diffusers' whole model as the family's pipeline calls it, (1, C, H, W)."""
+    time = torch.tensor([sigma], dtype=torch.float32)
+    if isinstance(transformer, diffusers.FluxTransformer2DModel):
+        pipeline = diffusers.FluxPipeline
+        _, _, height, width = noisy.shape
+        tokens = transformer(
+            hidden_states=pipeline._pack_latents(noisy, *noisy.shape),
+            encoder_hidden_states=prompts.states,
+            pooled_projections=prompts.pooled,
+            timestep=time,
+            guidance=torch.tensor([guidance]) if transformer.config.guidance_embeds else None,
+            img_ids=pipeline._prepare_latent_image_ids(1, height // 2, width // 2, "cpu", torch.float32),
+            txt_ids=torch.zeros(prompts.states.shape[1], 3),
+        ).sample
+        return pipeline._unpack_latents(tokens, height * 8, width * 8, 8)
+    arguments = {"timestep": time * 1000}
+    if isinstance(transformer, diffusers.SD3Transformer2DModel):
+        return transformer(noisy, prompts.states, prompts.pooled, **arguments).sample
+    if transformer.config.guidance_embeds:
+        scale = transformer.config.guidance_embeds_scale
+        arguments = {"timestep": time, "guidance": torch.tensor([guidance * scale])}
+    return transformer(
+        noisy, encoder_hidden_states=prompts.states, encoder_attention_mask=prompts.mask, **arguments
+    ).sample

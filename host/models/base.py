@@ -105,6 +105,8 @@ class ModelAdapter(Protocol):
     def encode_prompts(self, load: Callable[[str], Any], request: PromptRequest) -> PromptStates:
         """Prompts to prompt states, exactly as the family's own pipeline does, but no longer than the longest needs.
 
+        Gradients reach the encoders where they are wanted: textual inversion learns a token.
+
         Args:
             load: Loads a component by name; encoders are loaded one at a time.
             request: What to encode, and how.
@@ -151,11 +153,14 @@ class ModelAdapter(Protocol):
     def block_function(self, transformer: Any, kind: str, grid: tuple[int, int]) -> BlockFunction:
         """The block as a pure function of weights, for export; equals `run_block` for B = 1."""
 
+    def run_output(self, transformer: Any, hidden: Tensor, conditioning: Tensors) -> Tensor:
+        """diffusers' own layers after the last block: image tokens (B, T, D) to their predictions (B, T, patch² C)."""
+
     def predict_weights(self, transformer: Any) -> dict[str, Tensor]:
         """Weights of what comes after the last block."""
 
     def predict_function(self, transformer: Any) -> PredictFunction:
-        """What comes after the last block: image tokens (T, D) to their predictions (T, patch² C)."""
+        """What comes after the last block as a pure function of weights, for export; equals `run_output` for B = 1."""
 
     def target_tokens(self, transformer: Any, velocity: Tensor) -> Tensor:
         """A target (B, C, H, W) in the layout of `predict_function`: (B, T, patch² C)."""

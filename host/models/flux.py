@@ -70,13 +70,12 @@ class FluxAdapter:
         if request.blank:
             return joint.blank_prompts(request.config, mask)
         device = torch.device("cpu")
-        with torch.no_grad():
-            pooled = bare_pipeline(
-                self.pipeline, tokenizer=clip_tokenizer, text_encoder=load("text_encoder")
-            )._get_clip_prompt_embeds(request.texts, device=device)
-            states = bare_pipeline(
-                self.pipeline, tokenizer_2=tokenizer, text_encoder_2=load("text_encoder_2")
-            )._get_t5_prompt_embeds(request.texts, max_sequence_length=max_tokens, device=device, dtype=torch.float32)
+        pooled = bare_pipeline(
+            self.pipeline, tokenizer=clip_tokenizer, text_encoder=load("text_encoder")
+        )._get_clip_prompt_embeds(request.texts, device=device)
+        states = bare_pipeline(
+            self.pipeline, tokenizer_2=tokenizer, text_encoder_2=load("text_encoder_2")
+        )._get_t5_prompt_embeds(request.texts, max_sequence_length=max_tokens, device=device, dtype=torch.float32)
         return PromptStates(states.float(), mask, pooled.float())
 
     def embed(
@@ -174,6 +173,7 @@ class FluxAdapter:
 
         return {"flux_single": single, "flux_double": double}[kind]
 
+    run_output = staticmethod(joint.run_output)
     predict_weights = staticmethod(joint.predict_weights)
     predict_function = staticmethod(joint.predict_function)
 

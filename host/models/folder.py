@@ -4,6 +4,7 @@ Reads `model_index.json` and one subfolder a component. Components are loaded on
 the transformer can be had one block at a time.
 """
 
+import copy
 import ctypes
 import gc
 import hashlib
@@ -84,6 +85,13 @@ class ModelFolder:
             raise ValueError(f"{paths[1]} has no '_class_name'. Download or save the model again.")
         self.adapter = adapter_of(self.config["_class_name"], model)
         self._hashes: dict[str, str] = {}
+        self._given: dict[str, Any] = {}
+
+    def with_components(self, **components: Any) -> "ModelFolder":
+        """The same model with other components in place of those of its folder, e.g. a text encoder that learnt a token."""
+        other = copy.copy(self)
+        other._given = self._given | components
+        return other
 
     @cached_property
     def normalized_config(self) -> TransformerConfig:
@@ -200,6 +208,7 @@ class ModelFolder:
     def _weight_files(self) -> dict[str, Path]:
         return weight_files(self.dir / "transformer", self.variant)
 
+    @torch.no_grad()
     def encode_prompts(
         self, prompts: Sequence[str], *, max_tokens: int | None = None, negative: bool = False, blank: bool = False
     ) -> PromptStates:
@@ -259,6 +268,8 @@ class ModelFolder:
             ValueError: model_index.json does not name it, or names code outside diffusers, transformers and PocketDiT; or
                 its folder is missing or broken.
         """
+        if component in self._given:
+            return self._given[component]
         kind, variant = self._kind(component), self._variant_of(component)
         with _blaming(self.dir / component):
             loaded = kind.from_pretrained(self.dir, subfolder=component, **({"variant": variant} if variant else {}))

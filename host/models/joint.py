@@ -76,6 +76,11 @@ def end_of_stream(
     return x_TD + gate * linear(f"{feed_forward}.net.2", ops.gelu_tanh(wide))
 
 
+def run_output(transformer: Any, hidden_BTD: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
+    """diffusers' own output layers."""
+    return transformer.proj_out(transformer.norm_out(hidden_BTD, conditioning[EMBEDDING]))
+
+
 def predict_weights(transformer: Any) -> dict[str, Tensor]:
     """Weights of the output layer."""
     return {"proj_out.weight": transformer.proj_out.weight.data, "proj_out.bias": transformer.proj_out.bias.data}

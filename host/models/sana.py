@@ -56,14 +56,13 @@ class SanaAdapter:
         instruct = "gemma" in type(tokenizer).__name__.lower() and not request.negative
         call = inspect.signature(self.pipeline.__call__).parameters
         encoder = BlankEncoder(request.config.caption_channels) if request.blank else load("text_encoder")
-        with torch.no_grad():
-            states, mask, _, _ = bare_pipeline(self.pipeline, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
-                request.texts,
-                do_classifier_free_guidance=False,
-                device=torch.device("cpu"),
-                max_sequence_length=max_tokens,
-                complex_human_instruction=call["complex_human_instruction"].default if instruct else None,
-            )
+        states, mask, _, _ = bare_pipeline(self.pipeline, tokenizer=tokenizer, text_encoder=encoder).encode_prompt(
+            request.texts,
+            do_classifier_free_guidance=False,
+            device=torch.device("cpu"),
+            max_sequence_length=max_tokens,
+            complex_human_instruction=call["complex_human_instruction"].default if instruct else None,
+        )
         # Masked tokens change nothing, so what no prompt uses is left out.
         used = mask.any(0)
         return PromptStates(states[:, used].float(), mask[:, used])
@@ -153,6 +152,10 @@ class SanaAdapter:
             return hidden_TD + gate_2 * linear("ff.conv_point", x_TC * ops.silu(switch_TC))
 
         return block
+
+    def run_output(self, transformer: Any, hidden: Tensor, conditioning: Tensors) -> Tensor:
+        normed = transformer.norm_out(hidden, conditioning["embedded_timestep"], transformer.scale_shift_table)
+        return transformer.proj_out(normed)
 
     def predict_weights(self, transformer: Any) -> dict[str, Tensor]:
         return {

@@ -40,16 +40,15 @@ class SD3Adapter:
         mask = torch.ones(len(request.texts), clip.model_max_length + max_tokens, dtype=torch.int64)
         if request.blank:
             return joint.blank_prompts(request.config, mask)
-        with torch.no_grad():
-            pairs = [
-                base.bare_pipeline(
-                    self.pipeline, tokenizer=load(f"tokenizer{n}"), text_encoder=load(f"text_encoder{n}")
-                )._get_clip_prompt_embeds(request.texts, device="cpu")
-                for n in ("", "_2")
-            ]
-            t5_states = base.bare_pipeline(
-                self.pipeline, tokenizer_3=t5, text_encoder_3=load("text_encoder_3")
-            )._get_t5_prompt_embeds(request.texts, max_sequence_length=max_tokens, device="cpu", dtype=torch.float32)
+        pairs = [
+            base.bare_pipeline(
+                self.pipeline, tokenizer=load(f"tokenizer{n}"), text_encoder=load(f"text_encoder{n}")
+            )._get_clip_prompt_embeds(request.texts, device="cpu")
+            for n in ("", "_2")
+        ]
+        t5_states = base.bare_pipeline(
+            self.pipeline, tokenizer_3=t5, text_encoder_3=load("text_encoder_3")
+        )._get_t5_prompt_embeds(request.texts, max_sequence_length=max_tokens, device="cpu", dtype=torch.float32)
         clip_states = torch.cat([states for states, _ in pairs], -1)
         clip_states = torch.nn.functional.pad(clip_states, (0, t5_states.shape[-1] - clip_states.shape[-1]))
         states = torch.cat([clip_states, t5_states], 1)
@@ -117,6 +116,7 @@ class SD3Adapter:
 
         return block
 
+    run_output = staticmethod(joint.run_output)
     predict_weights = staticmethod(joint.predict_weights)
     predict_function = staticmethod(joint.predict_function)
 

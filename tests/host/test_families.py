@@ -31,6 +31,7 @@ from tests.tiny_models import (
     save_flux,
     save_sana_with_gemma,
     save_sd3,
+    whole_prediction,
 )
 
 GUIDANCE = 2.5
@@ -92,33 +93,6 @@ def run_dir(exported) -> Path:
     return run_dir
 
 
-def prediction(transformer, noisy, identity, prompts) -> torch.Tensor:
-    """diffusers' whole model as the family's pipeline calls it, (1, C, H, W)."""
-    sigma = torch.tensor([identity.sigma], dtype=torch.float32)
-    if isinstance(transformer, diffusers.FluxTransformer2DModel):
-        pipeline = diffusers.FluxPipeline
-        _, _, height, width = noisy.shape
-        tokens = transformer(
-            hidden_states=pipeline._pack_latents(noisy, *noisy.shape),
-            encoder_hidden_states=prompts.states,
-            pooled_projections=prompts.pooled,
-            timestep=sigma,
-            guidance=torch.tensor([GUIDANCE]) if transformer.config.guidance_embeds else None,
-            img_ids=pipeline._prepare_latent_image_ids(1, height // 2, width // 2, "cpu", torch.float32),
-            txt_ids=torch.zeros(prompts.states.shape[1], 3),
-        ).sample
-        return pipeline._unpack_latents(tokens, height * 8, width * 8, 8)
-    arguments = {"timestep": sigma * 1000}
-    if isinstance(transformer, diffusers.SD3Transformer2DModel):
-        return transformer(noisy, prompts.states, prompts.pooled, **arguments).sample
-    if transformer.config.guidance_embeds:
-        scale = transformer.config.guidance_embeds_scale
-        arguments = {"timestep": sigma, "guidance": torch.tensor([GUIDANCE * scale])}
-    return transformer(
-        noisy, encoder_hidden_states=prompts.states, encoder_attention_mask=prompts.mask, **arguments
-    ).sample
-
-
 def test_five_steps_equal_peft_lora_on_the_whole_model(exported, run_dir):
     settings = exported.config.export
     transformer = exported.model.load("transformer")
@@ -142,7 +116,7 @@ def test_five_steps_equal_peft_lora_on_the_whole_model(exported, run_dir):
         for index in row["samples"]:
             identity = store.identity(index)
             noisy, target, prompts = rebuild_inputs(exported, identity)
-            loss = (prediction(transformer, noisy, identity, prompts) - target).pow(2).mean()
+            loss = (whole_prediction(transformer, noisy, identity.sigma, prompts, GUIDANCE) - target).pow(2).mean()
             (loss / len(row["samples"])).backward()
             losses.append(float(loss.detach()))
         assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
@@ -176,7 +150,7 @@ def test_every_blocks_output_and_every_lora_gradient_equal_diffusers(exported):
         parameters[name].data.copy_(value.reshape(parameters[name].shape))
     sample = trainer.read(4)
     noisy, target, prompts = rebuild_inputs(exported, sample.identity)
-    loss = (prediction(transformer, noisy, sample.identity, prompts) - target).pow(2).mean()
+    loss = (whole_prediction(transformer, noisy, sample.identity.sigma, prompts, GUIDANCE) - target).pow(2).mean()
     loss.backward()
 
     states, (last,) = trainer.forward([sample])

@@ -1,0 +1,1 @@
+"""The methods PocketDiT is compared with, one file each, behind `base.Method`."""
