@@ -6,6 +6,7 @@ method takes whole pictures. The base runs through its diffusers modules, block 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,8 @@ class Task:
     """Prompts of other things of its class; prior preservation holds on to what the base makes of them."""
     micro_batch: int | None = None
     """Samples in memory at once; None is all of a step. The result is the same up to rounding."""
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered for the steps themselves: what measures them, and neither the preparation nor the drawing."""
 
     @property
     def training(self) -> TrainingSpec:
@@ -127,15 +130,15 @@ def losses_of(prediction: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Blocks that are left out, and what is added to the state in their place.
+    """Blocks that are left out, and what becomes of the state in their place.
 
     Attributes:
         blocks: Numbers in running order.
-        residual: (B, S, D), or None for nothing.
+        after: The state (B, S, D) behind them from the one before them.
     """
 
     blocks: range
-    residual: Tensor | None
+    after: Callable[[Tensor], Tensor]
 
 
 def velocity_losses(
@@ -149,9 +152,8 @@ def velocity_losses(
     index, num_blocks = 0, len(adapter.blocks(transformer))
     while index < num_blocks:
         if index in instead:
-            span = instead[index]
-            hidden = hidden if span.residual is None else hidden + span.residual
-            index = span.blocks.stop
+            hidden = instead[index].after(hidden)
+            index = instead[index].blocks.stop
         else:
             hidden = adapter.run_block(transformer, index, hidden, conditioning, grid)
             index += 1
@@ -172,13 +174,20 @@ def states_of(model: ModelFolder, transformer: Any, batch: Patches, guidance: fl
     return states
 
 
-def span_residuals(pool: "Pool", transformer: Any, spans: Sequence[range]) -> list[Tensor]:
-    """Output minus input (N, S, D) of spans of blocks for all samples, by the transformer as it is now."""
-    settings, parts = pool.exporter.config.export, []
-    for rows in _parts(range(len(pool.texts)), settings.batch_size):
+def states_at(pool: Pool, transformer: Any, places: Sequence[int]) -> list[Tensor]:
+    """States (N, S, D) of all samples before the blocks with these numbers, by the transformer as it is now."""
+    settings, found = pool.exporter.config.export, []
+    for rows in parts(range(len(pool.texts)), settings.batch_size):
         states = states_of(pool.model, transformer, pool.patches[rows], settings.guidance)
-        parts.append([states[span.stop] - states[span.start] for span in spans])
-    return [torch.cat(residuals) for residuals in zip(*parts, strict=True)]
+        found.append([states[place] for place in places])
+    return [torch.cat(states) for states in zip(*found, strict=True)]
+
+
+def span_residuals(pool: Pool, transformer: Any, spans: Sequence[range]) -> list[Tensor]:
+    """Output minus input (N, S, D) of spans of blocks for all samples, by the transformer as it is now."""
+    places = [place for span in spans for place in (span.start, span.stop)]
+    states = states_at(pool, transformer, places)
+    return [after - before for before, after in zip(states[::2], states[1::2], strict=True)]
 
 
 def add_lora(pool: Pool, transformer: Any, blocks: Sequence[int]) -> dict[str, nn.Parameter]:
@@ -232,33 +241,40 @@ def fit(
     """
     settings, order = task.training, sample_order(count, task.training.seed)
     means = []
-    for step in range(settings.steps):
-        before_step(step)
-        rows = list(itertools.islice(order, settings.accumulation))
-        total = 0.0
-        for part in _parts(rows, task.micro_batch or len(rows)):
-            loss = losses(part).sum() / len(rows)
-            loss.backward()
-            total += float(loss.detach())
-        means.append(total)
-        if settings.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(parameters(), settings.max_grad_norm)
-        rate = scheduled_rate(
-            step,
-            steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            warmup_steps=settings.warmup_steps,
-            schedule=settings.schedule,
-        )
-        for optimizer in optimizers():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
+    with task.during():
+        for step in range(settings.steps):
+            before_step(step)
+            rows = list(itertools.islice(order, settings.accumulation))
+            total = 0.0
+            for part in parts(rows, task.micro_batch or len(rows)):
+                loss = losses(part).sum() / len(rows)
+                loss.backward()
+                total += float(loss.detach())
+            means.append(total)
+            if settings.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(parameters(), settings.max_grad_norm)
+            for optimizer in optimizers():
+                set_rate(optimizer, settings, step)
+                optimizer.step()
+                optimizer.zero_grad()
     return means
 
 
-def _parts(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def set_rate(optimizer: torch.optim.Optimizer, settings: TrainingSpec, step: int) -> None:
+    """The learning rate of our own training's schedule at a step, from 0."""
+    rate = scheduled_rate(
+        step,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        schedule=settings.schedule,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def parts(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Rows in runs of at most `size`."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 

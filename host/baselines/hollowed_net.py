@@ -45,7 +45,8 @@ class HollowedNet:
         matrices = add_lora(pool, transformer, [i for i in range(num_blocks) if i not in hollow])
 
         def losses(rows: Sequence[int]) -> torch.Tensor:
-            skipped = [Skipped(hollow, stored[list(rows)])]
+            residual = stored[list(rows)]
+            skipped = [Skipped(hollow, lambda hidden: hidden + residual)]
             return velocity_losses(model, transformer, pool.patches[rows], guidance, skipped)
 
         trained = list(matrices.values())

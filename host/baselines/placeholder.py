@@ -82,9 +82,7 @@ def concatenated(states: Sequence[PromptStates]) -> PromptStates:
     )
 
 
-def _watch(
-    encoder: nn.Module, tables: Sequence[nn.Module], token_id: int, class_id: int, vector: nn.Parameter
-) -> None:
+def _watch(encoder: nn.Module, tables: Sequence[nn.Module], token_id: int, class_id: int, vector: nn.Parameter) -> None:
     """Shows the encoder the class's first token where the subject's stands, and lays the vector over its embedding.
 
     The embedding then keeps its size, and CLIP, which pools at the largest token of a text, finds the end of text still.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from export import quantize
-from host.baselines.base import Pool, Task, Trained, detached, velocity_losses
+from host.baselines.base import Pool, Task, Trained, detached, set_rate, velocity_losses
 from host.baselines.placeholder import TOKEN, Placeholder, concatenated
 from host.frozen_base import Patches
 from runtime.sample_store import sample_order
@@ -62,8 +62,9 @@ class Zoodip:
             return velocity_losses(pool.model, transformer, batch, settings.guidance)
 
         means = []
-        with torch.no_grad():
-            for _ in range(training.steps):
+        with task.during(), torch.no_grad():
+            for step in range(training.steps):
+                set_rate(optimizer, training, step)
                 losses = []
                 for row in itertools.islice(order, small_steps):
                     moves = torch.randn(self.directions, len(token), generator=generator)

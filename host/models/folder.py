@@ -175,7 +175,7 @@ class ModelFolder:
         module.requires_grad_(False)
         yield
         module.to("meta")
-        _trim_heap()
+        trim_heap()
 
     def _fill(self, module: nn.Module, prefix: str, names: Sequence[str], device: torch.device | str) -> None:
         state: dict[str, Tensor] = {}
@@ -219,7 +219,7 @@ class ModelFolder:
         states = self.adapter.encode_prompts(self.load, request)
         if not blank:
             gc.collect()
-            _trim_heap()
+            trim_heap()
             self._require_width(states, request)
         return states
 
@@ -334,7 +334,7 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Gives freed memory back: glibc keeps it, and SANA-1.6B grew by 153 MiB a block (3512 MiB at its end, 1168 so)."""
     if hasattr(_libc(), "malloc_trim"):
         _libc().malloc_trim(0)

@@ -38,23 +38,28 @@ def draw_subject(label: str = LABEL) -> list[Image.Image]:
     ]
 
 
-def main() -> None:
+def write_subject(label: str, folder: Path) -> None:
     """Writes the pictures, their captions and, beside the folder, the record of what was drawn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (picture, name) in enumerate(zip(draw_subject(label), BACKGROUNDS, strict=True)):
+        stem = f"{number}-{name.removeprefix('a ').removeprefix('the ').replace(' ', '-')}"
+        picture.save(folder / f"{stem}.jpg", quality=92)
+        (folder / f"{stem}.txt").write_text(world.prompt_of(label, name) + "\n")
+    record = {
+        "label": label,
+        "backgrounds": BACKGROUNDS,
+        "unseen_backgrounds": [name for name in world.BACKGROUNDS if name not in BACKGROUNDS],
+    }
+    write_json(folder.with_suffix(".json"), record)
+
+
+def main() -> None:
+    """Writes one subject."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default=LABEL, help="a held-out label")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    for number, (picture, name) in enumerate(zip(draw_subject(options.label), BACKGROUNDS, strict=True)):
-        stem = f"{number}-{name.removeprefix('a ').removeprefix('the ').replace(' ', '-')}"
-        picture.save(options.output / f"{stem}.jpg", quality=92)
-        (options.output / f"{stem}.txt").write_text(world.prompt_of(options.label, name) + "\n")
-    record = {
-        "label": options.label,
-        "backgrounds": BACKGROUNDS,
-        "unseen_backgrounds": [name for name in world.BACKGROUNDS if name not in BACKGROUNDS],
-    }
-    write_json(options.output.with_suffix(".json"), record)
+    write_subject(options.label, options.output)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,209 @@
+"""The study's methods and subjects, and one job of it: a method teaches a subject at a rate, then draws.
+
+A job leaves a folder with its pictures and `job.json`, which is written last; what is there is not done again.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from host.baselines.base import Method, Task, Trained
+from host.baselines.block_skipping import BlockSkipping
+from host.baselines.dreambooth import DreamBooth
+from host.baselines.hollowed_net import HollowedNet
+from host.baselines.lisa import Lisa
+from host.baselines.lora import Lora
+from host.baselines.lora_fa import LoraFA
+from host.baselines.ours import Ours
+from host.baselines.textual_inversion import TextualInversion
+from host.baselines.zoodip import Zoodip
+from host.config import Config, read_tables, resolve
+from host.demo import SETTINGS
+from host.generate import draw
+from host.models import EMBEDDED, ModelFolder
+from host.tiny_base import world
+from runtime import atomic
+
+WORK = Path("/tmp/pocketdit-study")
+
+SUBJECTS = {
+    "bowl with spoon": "bowl",
+    "dango": "sweet",
+    "dumpling": "food",
+    "ferris wheel": "wheel",
+    "low battery": "battery",
+    "pill": "medicine",
+    "wind chime": "bell",
+    "worm": "animal",
+}
+"""Held-out labels and their class. None was used to choose a setting or a cut."""
+TUNING = {"trophy": "cup", "garlic": "vegetable"}
+"""Held-out labels on which rates are chosen."""
+PROMPT_BACKGROUNDS = (
+    "the beach",
+    "a brick wall",
+    "the snow",
+    "a pink background",
+    "a starry night sky",
+    "a checkerboard",
+)
+"""In none of the photos."""
+DRIFT_LABELS = ("pizza", "rocket", "penguin", "strawberry", "sailboat", "cactus")
+"""Trained labels, for prompts that have nothing to do with a subject."""
+SEEDS = (0, 1)
+CUTS = {"30 %": (2, 2), "40 %": (3, 3), "50 %": (4, 3)}
+BASE = "base"
+"""The row of the untrained model."""
+STEP = 3.0
+"""Factor between the rates of the search."""
+
+Row = tuple[Method, float]
+"""A method and the rate its search begins at, on this base: the authors' rates are for models a thousand times as large."""
+
+
+def methods() -> dict[str, Row]:
+    """All rows, in the order of the table."""
+    half = CUTS["50 %"]
+    return {
+        "lora": (Lora(), 1e-3),
+        "dreambooth": (DreamBooth(title="DreamBooth, all weights", prior=False), 1e-4),
+        "dreambooth-prior": (DreamBooth(title="DreamBooth, all weights, prior preservation", prior=True), 1e-4),
+        "textual-inversion": (TextualInversion(), 1e-2),
+        "lora-fa": (LoraFA(), 1e-3),
+        "lisa": (Lisa(), 1e-4),
+        "hollowed-net": (HollowedNet(), 1e-3),
+        "zoodip": (Zoodip(), 1e-2),
+        "lora-patches": (Lora(title="LoRA, dynamic patches", policy="low-to-high"), 1e-3),
+        "no-residuals": (BlockSkipping(title="50 % skipped, no residuals", cut=half, residuals=False), 1e-3),
+        "skip-first-half": (Ours(title="first half skipped", cut=(7, 0)), 1e-3),
+        "skip-last-half": (Ours(title="last half skipped", cut=(0, 7)), 1e-3),
+        "ours-30": (Ours(title="ours, 30 % skipped", cut=CUTS["30 %"]), 1e-3),
+        "ours-40": (Ours(title="ours, 40 % skipped", cut=CUTS["40 %"]), 1e-3),
+        "ours-50": (Ours(title="ours, 50 % skipped", cut=half), 1e-3),
+    }
+
+
+def ablations() -> dict[str, Row]:
+    """Rows that take the rate found for `ours-50`."""
+    half = CUTS["50 %"]
+    return {
+        "patches-high-to-low": (Ours(title="patches high to low", cut=half, policy="high-to-low"), 0),
+        "patches-random": (Ours(title="patches random", cut=half, policy="random"), 0),
+        "patches-resize": (Ours(title="resized only", cut=half, policy="resize"), 0),
+        "refresh": (BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1), 0),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One training of one subject, and its pictures."""
+
+    method: str
+    label: str
+    rate: float
+    steps: int
+    work: Path
+    drift: bool = True
+    """Whether pictures without the subject are drawn too."""
+    seeds: tuple[int, ...] = SEEDS
+
+    @property
+    def photos_dir(self) -> Path:
+        """The subject's photos."""
+        return self.work / "photos" / self.label.replace(" ", "-")
+
+    @property
+    def dir(self) -> Path:
+        """Where its pictures and record go."""
+        return self.work / "jobs" / f"{self.method}-{self.label.replace(' ', '-')}-{self.rate:.0e}-{self.steps}"
+
+
+def settings(rate: float, steps: int) -> Config:
+    """The demo's settings with another rate and length."""
+    overrides = (
+        [f"train.learning_rate={rate}", f"train.steps={steps}", f"train.warmup_steps={steps // 20}"] if steps else []
+    )
+    return resolve(read_tables(SETTINGS, [*overrides, "generate.steps=16"]), str(SETTINGS))
+
+
+def task(job: Job) -> Task:
+    """What a job's method gets: five photos of the label on five backgrounds."""
+    prior = tuple(world.prompt_of(label, "a white background") for label in DRIFT_LABELS)
+    return Task(
+        config=settings(job.rate, job.steps),
+        photos_dir=job.photos_dir,
+        words=job.label,
+        class_words=(SUBJECTS | TUNING)[job.label],
+        prior_prompts=prior,
+    )
+
+
+def base_job(job: Job) -> Job:
+    """The untrained base's pictures for the same prompts and seeds."""
+    return replace(job, method=BASE, rate=0.0, steps=0, drift=True)
+
+
+def prompts_of(label: str) -> list[str]:
+    """The six prompts of a subject."""
+    return [world.prompt_of(label, background) for background in PROMPT_BACKGROUNDS]
+
+
+def drift_prompts() -> list[str]:
+    """Prompts without any subject."""
+    return [world.prompt_of(*pair) for pair in zip(DRIFT_LABELS, PROMPT_BACKGROUNDS, strict=True)]
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Trains, draws each prompt with each seed, writes `job.json` last; what is there already is not done again."""
+    record = job.dir / "job.json"
+    if record.is_file():
+        return json.loads(record.read_text())
+    import torch
+
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"method": job.method, "label": job.label, "rate": job.rate, "steps": job.steps}
+    if job.method == BASE:
+        model = ModelFolder(EMBEDDED)
+        trained = Trained(model=model, transformer=model.load("transformer"), tensors={}, losses=[])
+        result |= {"title": "the base, untrained", "bytes": 0}
+    else:
+        method = (methods() | ablations())[job.method][0]
+        start = time.perf_counter()
+        trained = method.train(task(job), job.dir / "train")
+        result |= {
+            "title": method.title,
+            "seconds": round(time.perf_counter() - start, 1),
+            "first_loss": statistics.fmean(trained.losses[:10]),
+            "last_loss": statistics.fmean(trained.losses[-10:]),
+            "bytes": sum(value.nbytes for value in trained.tensors.values()),
+        }
+    _draw(job, trained)
+    shutil.rmtree(job.dir / "train", ignore_errors=True)
+    atomic.write_json(record, result)
+    return result
+
+
+def _draw(job: Job, trained: Trained) -> None:
+    asked = [(f"p{i}_s{seed}", prompt, seed) for i, prompt in enumerate(prompts_of(job.label)) for seed in job.seeds]
+    if trained.words is not None:
+        asked = [(name, prompt.replace(job.label, trained.words), seed) for name, prompt, seed in asked]
+    if job.drift:
+        asked += [(f"d{i}_s{seed}", prompt, seed) for i, prompt in enumerate(drift_prompts()) for seed in job.seeds]
+    config = settings(job.rate, job.steps).generate
+    pictures = draw(
+        trained.model,
+        [prompt for _, prompt, _ in asked],
+        [seed for _, _, seed in asked],
+        transformer=trained.transformer,
+        steps=config.steps,
+        guidance=config.guidance,
+        image_side=world.SIDE,
+        label=job.method,
+    )
+    for (name, _, _), picture in zip(asked, pictures, strict=True):
+        with atomic.atomic_path(job.dir / f"{name}.png") as temp:
+            picture.save(temp, format="PNG")
