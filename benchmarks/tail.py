@@ -133,7 +133,7 @@ def main() -> None:
             for bands in BANDS:
                 found = tail_map.fit(change, response, sigmas, rank=rank, bands=bands)
                 shares = [found.explained(*pairs([watch])) for watch in subjects.values()]
-                row = {"source": source, "rank": rank, "bands": bands, "explained": sum(shares) / len(shares)}
+                row: dict[str, Any] = {"source": source, "rank": rank, "bands": bands, "explained": sum(shares) / len(shares)}
                 row |= {"explained_fitted": found.explained(change, response, sigmas), "by_subject": shares}
                 row["bytes"] = found.down.nbytes + found.up.nbytes
                 rows.append(row)

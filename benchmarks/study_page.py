@@ -1,0 +1,179 @@
+"""The study's tables, its page and its sheets of pictures: `python -m benchmarks.study_page`.
+
+Reads `results/study.json` and the sheets `study.py` left in `results/study/`; writes `results/study.html` and prints the
+README's tables.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from benchmarks.study_jobs import PROMPT_BACKGROUNDS, Job
+from host import page
+from host.evaluate import Summary, summarise, summarise_difference
+from runtime import atomic
+from runtime.memory import MIB
+
+RESULTS = Path(__file__).parent / "results"
+SCORES = ("subject", "recognised", "prompt", "drift")
+REFERENCE = "lora"
+"""What the other rows' subject fidelity is compared with, picture by picture."""
+TILE, TITLE_WIDTH, HEAD = 96, 210, 22
+
+
+def summaries(row: dict[str, Any]) -> dict[str, Summary]:
+    """Mean and interval of each score of one method over subjects, prompts and seeds."""
+    found = {}
+    for score in SCORES:
+        values = [(value, label) for label, scores in row["subjects"].items() for value in scores.get(score, [])]
+        if values:
+            found[score] = summarise([value for value, _ in values], [label for _, label in values])
+    return found
+
+
+def against(row: dict[str, Any], reference: dict[str, Any], score: str = "subject") -> Summary | None:
+    """Difference of a score to another row's, paired by picture, over the subjects both have."""
+    labels = [label for label in row["subjects"] if label in reference["subjects"]]
+    pairs = [
+        (own, other, label)
+        for label in labels
+        for own, other in zip(row["subjects"][label][score], reference["subjects"][label][score], strict=True)
+    ]
+    if not pairs:
+        return None
+    own, others, names = zip(*pairs, strict=True)
+    return summarise_difference(own, others, names)
+
+
+def quality_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Cells of the table of quality, one row a method."""
+    rows = []
+    for name, row in found["rows"].items():
+        scores = summaries(row)
+        difference = None if name == REFERENCE else against(row, found["rows"][REFERENCE])
+        rows.append(
+            [
+                row["title"],
+                f"{row['rate']:.0e}".replace("e-0", "e-") if row["rate"] else "",
+                _interval(scores["subject"], 3),
+                _signed(difference),
+                f"{scores['recognised'].mean:.0%}",
+                _interval(scores["prompt"], 2),
+                _interval(scores["drift"], 3) if name != "base" else "",
+            ]
+        )
+    return rows
+
+
+QUALITY_HEAD = ("method", "rate", "subject", "to LoRA", "recognised", "prompt", "drift")
+COST_HEAD = ("method", "private memory", "step", "all steps", "GFLOP a step", "result", "on flash to train")
+
+
+def cost_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Cells of the table of costs."""
+    rows = []
+    for name, cost in found["costs"].items():
+        rows.append(
+            [
+                found["rows"].get(name, {"title": name})["title"],
+                f"{cost['peak_private_bytes'] / MIB:.0f} MiB",
+                f"{cost['step_ms']:.0f} ms",
+                page.duration_text(cost["step_ms"] * found["steps"] / 1e3),
+                f"{cost['flops'] / 1e9:.1f}",
+                page.size_text(cost["result_bytes"]),
+                page.size_text(cost["flash_bytes"]),
+            ]
+        )
+    return rows
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as the README has it."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def _interval(summary: Summary, digits: int) -> str:
+    return f"{summary.mean:.{digits}f} ({summary.low:.{digits}f} to {summary.high:.{digits}f})"
+
+
+def _signed(summary: Summary | None) -> str:
+    return "" if summary is None else f"{summary.mean:+.3f} ({summary.low:+.3f} to {summary.high:+.3f})"
+
+
+def write_sheet(jobs: Sequence[tuple[str, Job]], path: Path) -> None:
+    """One subject's pictures of the first seed: a row for each method, a column for each prompt; its photos on top.
+
+    Args:
+        jobs: Titles and finished jobs of one subject.
+        path: JPEG to write.
+    """
+    photos = [Image.open(photo) for photo in sorted(jobs[0][1].photos_dir.glob("*.jpg"))]
+    rows = [("its photos", photos)]
+    for title, job in jobs:
+        names = [f"p{number}_s{job.seeds[0]}.png" for number in range(len(PROMPT_BACKGROUNDS))]
+        rows.append((title, [Image.open(job.dir / name) for name in names]))
+    sheet = Image.new("RGB", (TITLE_WIDTH + TILE * len(PROMPT_BACKGROUNDS), HEAD + TILE * len(rows)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for column, name in enumerate(PROMPT_BACKGROUNDS):
+        draw.text((TITLE_WIDTH + TILE * column + 3, 4), name.removeprefix("a ").removeprefix("the "), "black", font)
+    for number, (title, pictures) in enumerate(rows):
+        top = HEAD + TILE * number
+        draw.text((4, top + TILE // 2 - 8), title, "black", font)
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture.convert("RGB").resize((TILE - 2, TILE - 2)), (TITLE_WIDTH + TILE * column, top))
+    with atomic.atomic_path(path) as temp:
+        sheet.save(temp, format="JPEG", quality=86)
+
+
+def make_page(found: dict[str, Any], folder: Path) -> str:
+    """The whole page."""
+    first = next(iter(found["rows"].values()))
+    count = len(first["subjects"])
+    pictures = sum(len(scores["subject"]) for scores in first["subjects"].values())
+    body = (
+        '<header><div><p class="eyebrow">PocketDiT, the embedded base</p><h1>Does it work? The study</h1>'
+        f'<p class="verdict">{len(found["rows"])} rows, {count} held-out subjects, {pictures} pictures a row, '
+        f"{found['steps']} optimizer steps of four samples each, every rate found by the same search.</p></div></header>"
+    )
+    body += page.section(
+        "quality",
+        "Quality",
+        "Means over subjects with 95 % intervals (cluster bootstrap over subjects, then pictures). Subject: cosine of "
+        "EfficientNet-Lite2 features to the photos. To LoRA: the same, paired by picture. Recognised: the nearest of 137 "
+        "labels is the subject's. Prompt: probability of the background asked for. Drift: 1 - cosine to the base's picture on "
+        "prompts without the subject.",
+        page.table(QUALITY_HEAD, quality_rows(found)),
+    )
+    if found.get("costs"):
+        body += page.section(
+            "costs",
+            "Costs",
+            "One sample at a time, one thread, a process of its own; memory beyond the idle process, while steps are taken.",
+            page.table(COST_HEAD, cost_rows(found)),
+        )
+    sheets = sorted((folder / "study").glob("*.jpg"))
+    for sheet in sheets:
+        label = sheet.stem.replace("-", " ")
+        shown = page.embedded_picture(
+            folder, f"study/{sheet.name}", f"pictures of {label} by every method", max_bytes=10**7
+        )
+        body += page.section(f"sheet-{sheet.stem}", label, "", page.plate(shown))
+    return page.document(title="study", kind="study", body=body, footer=f"Made by {json.dumps(found['versions'])}.")
+
+
+def main() -> None:
+    """Writes the page and prints the tables."""
+    found = json.loads((RESULTS / "study.json").read_text())
+    with atomic.atomic_path(RESULTS / "study.html") as temp:
+        temp.write_text(make_page(found, RESULTS))
+    print(markdown(QUALITY_HEAD, quality_rows(found)))
+    if found.get("costs"):
+        print(f"\n{markdown(COST_HEAD, cost_rows(found))}")
+
+
+if __name__ == "__main__":
+    main()
