@@ -25,10 +25,12 @@ from host.config import Config, read_tables, resolve
 from host.demo import SETTINGS
 from host.generate import draw
 from host.models import EMBEDDED, ModelFolder
+from host.tail_map import TailMap
 from host.tiny_base import world
 from runtime import atomic
 
 WORK = Path("/tmp/pocketdit-study")
+TAIL_MAP = Path(__file__).parent / "results" / "tail_map.safetensors"
 
 SUBJECTS = {
     "bowl with spoon": "bowl",
@@ -94,8 +96,15 @@ def ablations() -> dict[str, Row]:
         "patches-high-to-low": (Ours(title="patches high to low", cut=half, policy="high-to-low"), 0),
         "patches-random": (Ours(title="patches random", cut=half, policy="random"), 0),
         "patches-resize": (Ours(title="resized only", cut=half, policy="resize"), 0),
+        "constant": (BlockSkipping(title="constant tail residuals (PyTorch)", cut=half), 0),
         "refresh": (BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1), 0),
+        "tail-map": (BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=_tail_map()), 0),
     }
+
+
+def _tail_map() -> TailMap | None:
+    """What `benchmarks.tail` found; None where it has not run."""
+    return TailMap.load(TAIL_MAP) if TAIL_MAP.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 One command: `python -m benchmarks.tail --rate R`. Trains the study's subjects by block skipping, looks at the true tail on the
 way, and fits maps (host/tail_map.py) to what training the tuning subjects, or random LoRA, does to the tail. Writes
-`results/tail.json`, and the best map for the study.
+`results/tail.json` and the best map, which the study then tries.
 """
 
 import argparse
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.study_jobs import CUTS, SUBJECTS, TUNING, WORK, Job, task
+from benchmarks.study_jobs import CUTS, SUBJECTS, TAIL_MAP, TUNING, WORK, Job, task
 from host import tail_map
 from host.baselines.base import Pool, Task, add_lora, states_at
 from host.baselines.block_skipping import BlockSkipping
@@ -99,16 +98,6 @@ def pairs(watches: Sequence[Watch]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(inputs), torch.cat(residuals), torch.cat(sigmas)
 
 
-def save_map(path: Path, found: TailMap) -> None:
-    """Writes a map."""
-    save_file({"edges": found.edges, "down": found.down, "up": found.up}, path)
-
-
-def load_map(path: Path) -> TailMap:
-    """Reads one."""
-    return TailMap(**load_file(path))
-
-
 def main() -> None:
     """Prints and writes staleness by step, and what each map explains of each study subject's drift."""
     parser = argparse.ArgumentParser()
@@ -133,7 +122,12 @@ def main() -> None:
             for bands in BANDS:
                 found = tail_map.fit(change, response, sigmas, rank=rank, bands=bands)
                 shares = [found.explained(*pairs([watch])) for watch in subjects.values()]
-                row: dict[str, Any] = {"source": source, "rank": rank, "bands": bands, "explained": sum(shares) / len(shares)}
+                row: dict[str, Any] = {
+                    "source": source,
+                    "rank": rank,
+                    "bands": bands,
+                    "explained": sum(shares) / len(shares),
+                }
                 row |= {"explained_fitted": found.explained(change, response, sigmas), "by_subject": shares}
                 row["bytes"] = found.down.nbytes + found.up.nbytes
                 rows.append(row)
@@ -141,7 +135,7 @@ def main() -> None:
                 if best is None or row["explained"] > best[0]:
                     best = (row["explained"], found)
     assert best is not None
-    save_map(options.work_dir / "tail_map.safetensors", best[1])
+    best[1].save(TAIL_MAP)
     moved = {label: staleness(watch) for label, watch in subjects.items()}
     result = {"rate": options.rate, "steps": options.steps, "cut": CUT, "staleness": moved, "maps": rows}
     atomic.write_json(RESULTS, result)

@@ -6,8 +6,10 @@ residual moves too; this map, one per band of noise levels, predicts by how much
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
@@ -34,6 +36,15 @@ class TailMap:
         """
         band = torch.bucketize(sigmas, self.edges)
         return change @ self.down[band] @ self.up[band]
+
+    def save(self, path: Path) -> None:
+        """Writes one safetensors file."""
+        save_file({"edges": self.edges, "down": self.down.contiguous(), "up": self.up.contiguous()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "TailMap":
+        """Reads what `save` wrote."""
+        return cls(**load_file(path))
 
     def explained(self, change: Tensor, response: Tensor, sigmas: Tensor) -> float:
         """Share of the squared change of the residual (B, S, D) that the map predicts; 0 is a constant residual's."""
