@@ -21,6 +21,7 @@ from host.baselines.lora_fa import LoraFA
 from host.baselines.ours import Ours
 from host.baselines.textual_inversion import TextualInversion
 from host.baselines.zoodip import Zoodip
+from host.block_profile import shipped_profiles
 from host.config import Config, read_tables, resolve
 from host.demo import SETTINGS
 from host.generate import draw
@@ -57,7 +58,9 @@ PROMPT_BACKGROUNDS = (
 DRIFT_LABELS = ("pizza", "rocket", "penguin", "strawberry", "sailboat", "cactus")
 """Trained labels, for prompts that have nothing to do with a subject."""
 SEEDS = (0, 1)
-CUTS = {"30 %": (2, 2), "40 %": (3, 3), "50 %": (4, 3)}
+SHARES = (0.3, 0.4, 0.5)
+EVEN_CUT = (4, 3)
+"""Half of the blocks, from both ends alike."""
 BASE = "base"
 """The row of the untrained model."""
 STEP = 3.0
@@ -67,31 +70,39 @@ Row = tuple[Method, float]
 """A method and the rate its search begins at, on this base: the authors' rates are for models a thousand times as large."""
 
 
+def selected_cut(share: float) -> tuple[int, int]:
+    """What the profile of the embedded base says, which was measured on other subjects."""
+    return shipped_profiles()[EMBEDDED].decide(share).cut
+
+
 def methods() -> dict[str, Row]:
-    """All rows, in the order of the table."""
-    half = CUTS["50 %"]
+    """All rows, in the order of the table. The selected half is the last one, so `ours-50` is `last half skipped` as well."""
+    half = selected_cut(0.5)
+    ours = {
+        f"ours-{share:.0%}".rstrip("%"): (Ours(title=f"ours, {share:.0%} skipped {cut}", cut=cut), 1e-3)
+        for share, cut in ((share, selected_cut(share)) for share in SHARES)
+    }
     return {
         "lora": (Lora(), 1e-3),
         "dreambooth": (DreamBooth(title="DreamBooth, all weights", prior=False), 1e-4),
-        "dreambooth-prior": (DreamBooth(title="DreamBooth, all weights, prior preservation", prior=True), 1e-4),
+        "dreambooth-prior": (DreamBooth(title="DreamBooth, prior preservation", prior=True), 1e-4),
         "textual-inversion": (TextualInversion(), 1e-2),
         "lora-fa": (LoraFA(), 1e-3),
         "lisa": (Lisa(), 1e-4),
         "hollowed-net": (HollowedNet(), 1e-3),
         "zoodip": (Zoodip(), 1e-2),
         "lora-patches": (Lora(title="LoRA, dynamic patches", policy="low-to-high"), 1e-3),
-        "no-residuals": (BlockSkipping(title="50 % skipped, no residuals", cut=half, residuals=False), 1e-3),
-        "skip-first-half": (Ours(title="first half skipped", cut=(7, 0)), 1e-3),
-        "skip-last-half": (Ours(title="last half skipped", cut=(0, 7)), 1e-3),
-        "ours-30": (Ours(title="ours, 30 % skipped", cut=CUTS["30 %"]), 1e-3),
-        "ours-40": (Ours(title="ours, 40 % skipped", cut=CUTS["40 %"]), 1e-3),
-        "ours-50": (Ours(title="ours, 50 % skipped", cut=half), 1e-3),
+        "no-residuals": (BlockSkipping(title=f"no residuals {half}", cut=half, residuals=False), 1e-3),
+        "no-residuals-even": (BlockSkipping(title=f"no residuals {EVEN_CUT}", cut=EVEN_CUT, residuals=False), 1e-3),
+        "skip-first-half": (Ours(title="first half skipped (7, 0)", cut=(7, 0)), 1e-3),
+        "ours-even": (Ours(title=f"both ends skipped {EVEN_CUT}", cut=EVEN_CUT), 1e-3),
+        **ours,
     }
 
 
 def ablations() -> dict[str, Row]:
     """Rows that take the rate found for `ours-50`."""
-    half = CUTS["50 %"]
+    half = selected_cut(0.5)
     return {
         "patches-high-to-low": (Ours(title="patches high to low", cut=half, policy="high-to-low"), 0),
         "patches-random": (Ours(title="patches random", cut=half, policy="random"), 0),
@@ -128,7 +139,9 @@ class Job:
     @property
     def dir(self) -> Path:
         """Where its pictures and record go."""
-        return self.work / "jobs" / f"{self.method}-{self.label.replace(' ', '-')}-{self.rate:.0e}-{self.steps}"
+        row = (methods() | ablations()).get(self.method)
+        cut = "".join(f"-{blocks}" for blocks in getattr(row[0], "cut", ())) if row else ""
+        return self.work / "jobs" / f"{self.method}{cut}-{self.label.replace(' ', '-')}-{self.rate:.0e}-{self.steps}"
 
 
 def settings(rate: float, steps: int) -> Config:

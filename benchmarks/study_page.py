@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 SCORES = ("subject", "recognised", "prompt", "drift")
 REFERENCE = "lora"
 """What the other rows' subject fidelity is compared with, picture by picture."""
-TILE, TITLE_WIDTH, HEAD = 96, 210, 22
+TILE, TITLE_WIDTH, HEAD = 96, 270, 24
 
 
 def summaries(row: dict[str, Any]) -> dict[str, Summary]:
@@ -119,9 +119,10 @@ def write_sheet(jobs: Sequence[tuple[str, Job]], path: Path) -> None:
     sheet = Image.new("RGB", (TITLE_WIDTH + TILE * len(PROMPT_BACKGROUNDS), HEAD + TILE * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for column, name in enumerate(PROMPT_BACKGROUNDS):
-        draw.text((TITLE_WIDTH + TILE * column + 3, 4), name.removeprefix("a ").removeprefix("the "), "black", font)
+        place = (TITLE_WIDTH + TILE * column + 3, TILE + 4)
+        draw.text(place, name.removeprefix("a ").removeprefix("the "), "black", font)
     for number, (title, pictures) in enumerate(rows):
-        top = HEAD + TILE * number
+        top = TILE * number + (HEAD if number else 0)
         draw.text((4, top + TILE // 2 - 8), title, "black", font)
         for column, picture in enumerate(pictures):
             sheet.paste(picture.convert("RGB").resize((TILE - 2, TILE - 2)), (TITLE_WIDTH + TILE * column, top))

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.study_jobs import CUTS, SUBJECTS, TAIL_MAP, TUNING, WORK, Job, task
+from benchmarks.study_jobs import SUBJECTS, TAIL_MAP, TUNING, WORK, Job, selected_cut, task
 from host import tail_map
 from host.baselines.base import Pool, Task, add_lora, states_at
 from host.baselines.block_skipping import BlockSkipping
 from host.tail_map import TailMap
 from runtime import atomic
 
-CUT = CUTS["50 %"]
+CUT = selected_cut(0.5)
 RANKS, BANDS = (4, 16, 64), (1, 4, 8)
 RANDOM_SIZES = (0.02, 0.05, 0.1)
 """Standard deviations of B's numbers in random LoRA."""

@@ -34,7 +34,8 @@ def within_budget(exporter: Exporter) -> tuple[Config, BudgetSpec]:
             f"budget: counts XNNPACK's memory, got backend {settings.backend!r}; leave the budget to `train`."
         )
     cuts, sides = [exporter.cut], [exporter.patch_side]
-    if settings.cut is None:
+    cut_is_open = settings.cut is None and settings.skip is None
+    if cut_is_open:
         num_blocks = len(exporter.blocks)
         cuts += [cut for share in SHARES if sum(cut := cut_of_share(num_blocks, share)) > sum(exporter.cut)]
     if settings.patch_side is None and settings.patch_policy != "full":
@@ -57,7 +58,7 @@ def within_budget(exporter: Exporter) -> tuple[Config, BudgetSpec]:
             planned = costs[side].phone_row(cut, settings.weights).private_bytes
             text = f"cut {cut[0]},{cut[1]}, patches of {side} px, {settings.weights} weights: {planned / MIB:.0f} MiB"
             if planned * HEADROOM <= settings.budget * MIB:
-                chosen = replace(settings, cut=cut, patch_side=side)
+                chosen = replace(settings, cut=cut if cut_is_open else settings.cut, patch_side=side)
                 reasons = (f"{text} of {settings.budget} MiB", *(f"too large: {other}" for _, other in refused))
                 return replace(config, export=chosen), BudgetSpec(
                     mib=settings.budget, planned_bytes=planned, reasons=reasons

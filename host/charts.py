@@ -18,6 +18,7 @@ MAX_HOVER_COLUMNS = 60
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 30, 46
 MIN_COLUMN_WIDTH = 6
 MARK_ROWS, MARK_HEIGHT, MARK_TEXT_WIDTH = 3, 18, 8.2
+CELL_HEIGHT = 30
 TEXT_WIDTH = 7.2  # pixels of one 13 px character, rounded up: SVG cannot measure text
 
 
@@ -238,6 +239,61 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], *, title: str, unit: st
     return "".join(drawn) + _legend(labels)
 
 
+def heat_map(
+    rows: Sequence[tuple[str, Sequence[float | None]]],
+    *,
+    title: str,
+    x_label: str,
+    spans: Sequence[tuple[int, int, str]] = (),
+) -> str:
+    """Draws a row of cells for each (label, values), stronger in colour where higher, on one scale; None leaves a gap.
+
+    Args:
+        rows: Of the same length, with at least one value.
+        title: Alternative text for those who cannot see the chart.
+        x_label: What a column is, below them.
+        spans: (first column, columns, label) of brackets below the cells.
+
+    Returns:
+        Two `<svg>` elements, wide and narrow.
+    """
+    num_columns, drawn = len(rows[0][1]), []
+    high = max((value for _, values in rows for value in values if value is not None), default=0.0) or 1.0
+    for width, css in WIDTHS:
+        side, shapes, top = width / num_columns, [], 0
+        gap = min(2.0, side / 6)
+        for label, values in rows:
+            shapes.append(f'<text class="label" x="0" y="{top + 12}">{escape(label)}</text>')
+            for column, value in enumerate(values):
+                if value is None:
+                    continue
+                share, x, tip = max(value, 0.0) / high, column * side, f"{label} · {x_label} {column} · {value:.3f}"
+                inner = f'width="{side - gap:.1f}" height="{CELL_HEIGHT}" rx="{1.5 * gap:.1f}"'
+                place = f'x="{x:.1f}" y="{top + 20}" {inner}'
+                opacity = f'fill-opacity="{0.06 + 0.94 * share:.3f}"'
+                shapes.append(f'<rect class="fill c1" {opacity} {place}><title>{escape(tip)}</title></rect>')
+                if (text := f"{value:.2f}") and len(text) * TEXT_WIDTH + 8 < side:
+                    where = f'x="{x + side / 2 - 1:.1f}" y="{top + 20 + CELL_HEIGHT / 2 + 4.5:.1f}"'
+                    bright = ' class="on"' if share > 0.5 else ""
+                    shapes.append(f'<text{bright} {where} text-anchor="middle">{text}</text>')
+            top += CELL_HEIGHT + 36
+        every = math.ceil(4 * TEXT_WIDTH / side)
+        for column in range(0, num_columns, every):
+            x = (column + 0.5) * side - 1
+            shapes.append(f'<text x="{x:.1f}" y="{top}" text-anchor="middle">{column}</text>')
+        for first, count, label in spans:
+            left, right = first * side + 1, (first + count) * side - 3
+            anchor, x = ("start", left) if first == 0 else ("end", right)
+            shapes.append(f'<path class="axis" d="M{left:.1f} {top + 10}v6H{right:.1f}v-6"/>')
+            shapes.append(f'<text x="{x:.1f}" y="{top + 32}" text-anchor="{anchor}">{escape(label)}</text>')
+        top += 40 if spans else 8
+        shapes.append(
+            f'<text class="label" x="{width / 2}" y="{top + 8}" text-anchor="middle">{escape(x_label)}</text>'
+        )
+        drawn.append(_svg(width, top + 14, css, title, shapes))
+    return "".join(drawn)
+
+
 def format_amount(value: float) -> str:
     """Writes a number with three significant digits, or as a whole one from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -360,10 +416,10 @@ def _marks(marks: Sequence[Mark], frame: _Frame) -> list[str]:
         lines.append(f'<path class="{css}" d="M{x:.1f} {TOP}V{frame.bottom}">{tip}</path>')
         side = len(mark.label) * MARK_TEXT_WIDTH + 10
         anchor, start, place = ("start", x, x + 6) if x + side <= frame.right else ("end", x - side, x - 6)
-        rows = (row for row in taken if all(start + side <= low or high <= start for low, high in row))
+        rows = (n for n, row in enumerate(taken) if all(start + side <= low or high <= start for low, high in row))
         if mark.label and (row := next(rows, None)) is not None:
-            row.append((start, start + side))
-            where = f'x="{place:.1f}" y="{TOP + 13 + MARK_HEIGHT * taken.index(row)}" text-anchor="{anchor}"'
+            taken[row].append((start, start + side))
+            where = f'x="{place:.1f}" y="{TOP + 13 + MARK_HEIGHT * row}" text-anchor="{anchor}"'
             labels.append(f'<text class="{css}" {where}>{escape(mark.label)}</text>')
     return lines + labels
 

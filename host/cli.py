@@ -97,6 +97,28 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = command(
+        "profile",
+        _profile,
+        "Finds the blocks a model can do without: masks the prompt in them and compares the pictures.",
+        "pocketdit profile --photos photos/dog --photos photos/cat --skip 0.5",
+    )
+    sub.add_argument(
+        "--photos", action="append", type=Path, default=[], metavar="DIR", help="a subject; several are better"
+    )
+    sub.add_argument("--model", help="folder in diffusers' layout, hub id, or tiny-base (default)")
+    sub.add_argument("--skip", type=float, default=0.5, metavar="SHARE", help="share of the blocks to skip (0.5)")
+    sub.add_argument(
+        "--prompt", action="append", help="what to draw, {} for the folder's name; the photos' captions if not given"
+    )
+    sub.add_argument("--quick", action="store_true", help="mask the base instead of fine-tuning it on each subject")
+    sub.add_argument(
+        "--features", default="lite2", metavar="NAME", help="image features: lite2 (default), or a ViT's hub id"
+    )
+    sub.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (<model>.profile.json)")
+    sub.add_argument("--dry-run", action="store_true", help="check everything, count the pictures, draw nothing")
+    settings(sub)
+
+    sub = command(
         "export",
         _export,
         "Makes a bundle from photos, model, prompt and cut.",
@@ -106,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     sub.add_argument("--model", help="folder in diffusers' layout, hub id, or tiny-base (default)")
     sub.add_argument("--prompt", help="instance prompt for photos without a caption")
-    sub.add_argument("--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail")
+    sub.add_argument(
+        "--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail, auto, or auto:PROFILE"
+    )
+    sub.add_argument("--skip", type=float, metavar="SHARE", help="share of the blocks to skip instead of numbers")
     sub.add_argument(
         "--weights", metavar="TYPE", help="how weights are stored: fp32 (default), fp16, bf16, int8 or int4"
     )
@@ -123,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         "pocketdit plan --model black-forest-labs/FLUX.1-dev --skip 0.5 --weights int8",
     )
     sub.add_argument("--model", help="folder, hub id, tiny-base, or a transformer's config.json")
-    sub.add_argument("--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail")
+    sub.add_argument(
+        "--cut", type=_cut, metavar="N,M", help="blocks skipped at the head and at the tail, auto, or auto:PROFILE"
+    )
     sub.add_argument("--skip", type=float, metavar="SHARE", help="share of the blocks to skip instead (0.5)")
     sub.add_argument(
         "--weights", action="append", metavar="TYPE", help="fp32, fp16, bf16, int8 or int4; all if not given"
@@ -181,6 +208,26 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dry-run", action="store_true", help="check the run, print what would be drawn, draw nothing")
     settings(sub)
 
+    sub = command(
+        "evaluate",
+        _evaluate,
+        "Scores runs: likeness to the subject, to the prompt, and drift, with confidence intervals and pictures.",
+        "pocketdit evaluate runs/dog runs/cat --dataset dreambooth/dataset --features facebook/dino-vits16",
+    )
+    sub.add_argument("run_dirs", type=Path, nargs="+", metavar="run", help="run folders, each one subject")
+    sub.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder to write (evaluation beside or in the run)"
+    )
+    sub.add_argument("--dataset", type=Path, metavar="DIR", help="DreamBooth or CustomConcept101 as published")
+    sub.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, {} where the subject is named")
+    sub.add_argument("--seeds", type=_integers, metavar="S,S", help="seeds per prompt (0,1)")
+    sub.add_argument(
+        "--features", action="append", metavar="NAME", help="feature model: lite2 (default), a folder or a hub id"
+    )
+    sub.add_argument("--drift-prompts", type=Path, metavar="FILE", help="prompts that do not name the subject")
+    sub.add_argument("--dry-run", action="store_true", help="check everything, print what would be drawn, draw nothing")
+    settings(sub)
+
     sub = command("report", _report, "Writes a self-contained report.html of a run.", "pocketdit report runs/dog")
     sub.add_argument("run_dir", type=Path, metavar="run", help="run folder")
     sub.add_argument("-o", "--output", type=Path, help="file to write (report.html in the run folder)")
@@ -227,12 +274,57 @@ def _doctor(options: argparse.Namespace) -> dict[str, Any]:
     return {"photos": [encode(row) for row in rows], "accepted": sum(row.accepted for row in rows)}
 
 
+def _profile(options: argparse.Namespace) -> dict[str, Any]:
+    config = _config(options, export__model=options.model, generate__prompts=options.prompt)
+    from host import block_profile
+    from host.block_profile_page import write_page
+    from host.block_selection import Request, Selection
+
+    say = _printer(options)
+    request = Request(
+        config=config,
+        photos_dirs=tuple(options.photos),
+        quick=options.quick,
+        features=options.features,
+        share=options.skip,
+    )
+    output = options.output or Path(Path(config.export.model).resolve().name + block_profile.SUFFIX)
+    if output.suffix != ".json":
+        raise ValueError(f"output: got {output}, expected a file that ends in .json; the page goes beside it as .html.")
+    selection = Selection(request)
+    say(
+        f"{selection.model.name}: {selection.num_blocks} blocks, subjects: {', '.join(selection.described())}; "
+        f"{selection.num_pictures()} pictures of {selection.image_side} px in {config.generate.steps} steps; "
+        + ("the base is masked" if options.quick else f"fine-tuned on each in {config.train.steps} steps")
+    )
+    if options.dry_run:
+        return {"status": "dry-run", "pictures": selection.num_pictures(), "subjects": encode(selection.described())}
+    made, examples = selection.run(say)
+    block_profile.write_profile(made, output)
+    page = write_page(made, output.with_suffix(".html"), options.skip, examples)
+    decision = made.decide(options.skip)
+    say(block_profile.table(made, (*block_profile.SHARES, options.skip)))
+    if made.agreement is not None:
+        say(block_profile.agreement_text(made.agreement))
+    say(f"{output}, {page}. Next: pocketdit export PHOTOS -o BUNDLE --cut auto:{output} --skip {options.skip:g}")
+    return {
+        "status": "complete",
+        "profile": str(output),
+        "page": str(page),
+        "decision": encode(decision),
+        "agreement": encode(made.agreement),
+        "cost": encode(made.cost),
+    }
+
+
 def _export(options: argparse.Namespace) -> dict[str, Any]:
+    _require_one_cut(options)
     config = _config(
         options,
         export__model=options.model,
         export__prompt=options.prompt,
         export__cut=options.cut,
+        export__skip=options.skip,
         export__weights=options.weights,
         export__budget=options.budget,
     )
@@ -253,6 +345,8 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
     say(
         f"{plan.model} ({plan.family}), {plan.num_blocks} blocks, cut {plan.cut[0]},{plan.cut[1]}; {len(plan.photos)} photos"
     )
+    if exporter.cut_origin is not None:
+        say(f"cut {plan.cut[0]},{plan.cut[1]} by {exporter.cut_origin}")
     say(
         f"patches {plan.patch_side} px of {plan.image_side} px, {plan.samples} samples: {plan.sample_bytes / MIB:.1f} MiB"
     )
@@ -293,10 +387,24 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _require_one_cut(options: argparse.Namespace) -> None:
+    if isinstance(options.cut, tuple) and options.skip is not None:
+        raise ValueError("skip: got a share beside a cut in numbers; give one of them.")
+
+
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    config = _config(options, export__model=options.model, export__cut=options.cut, export__patch_side=options.patch)
+    _require_one_cut(options)
+    config = _config(
+        options,
+        export__model=options.model,
+        export__cut=options.cut,
+        export__skip=options.skip,
+        export__patch_side=options.patch,
+    )
     from host import plan
-    from host.models.folder import read_configs
+    from host.block_profile import architecture_of
+    from host.cut import DEFAULT_SHARE, resolve_cut
+    from host.models.folder import read_configs, skeleton_of
 
     export = config.export
     transformer, vae = read_configs(export.model, export.revision)
@@ -310,7 +418,16 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         say(plan.table([setting.row for setting in found]) if found else f"Nothing fits {options.budget} MiB.")
         return {"fitting": [encode(setting) for setting in found]}
     num_blocks = plan.num_blocks(transformer)
-    cut = export.cut or plan.cut_of_share(num_blocks, 0.5 if options.skip is None else options.skip)
+    cut, origin = resolve_cut(
+        export.cut,
+        DEFAULT_SHARE if export.skip is None else export.skip,
+        model=export.model,
+        architecture=architecture_of(skeleton_of(transformer)),
+        transformer_sha256=None,  # only the configuration is at hand
+        num_blocks=num_blocks,
+    )
+    if origin is not None:
+        say(f"cut {cut[0]},{cut[1]} by {origin}")
     rows = plan.plan(transformer, cut=cut, weights=weights, **arguments)
     counts = plan.parameter_counts(transformer)
     say(f"{export.model}: {num_blocks} blocks; {', '.join(f'{n} {count / 1e6:.1f} M' for n, count in counts.items())}")
@@ -423,6 +540,46 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
     )
     say(f"{similarity['adapter']:.3f} of the adapter. Next: pocketdit report {options.run_dir}")
     return result
+
+
+def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    config = _config(options, generate__seeds=options.seeds)
+    from host.evaluation.compare import FILE_NAME, Evaluation, EvaluationRequest
+    from host.evaluation.page import score_table, write_page
+    from host.evaluation.prompts import read_prompts
+
+    say = _printer(options)
+    first = options.run_dirs[0]
+    beside = first if len(options.run_dirs) == 1 else first.resolve().parent
+    evaluation = Evaluation(
+        EvaluationRequest(
+            run_dirs=tuple(options.run_dirs),
+            output_dir=options.output or beside / "evaluation",
+            config=config.generate,
+            dataset_dir=options.dataset,
+            prompts=read_prompts(options.prompts) if options.prompts else None,
+            drift_prompts=read_prompts(options.drift_prompts) if options.drift_prompts else None,
+            **({"features": tuple(options.features)} if options.features else {}),
+        )
+    )
+    output_dir = evaluation.request.output_dir
+    for run in evaluation.runs:
+        say(f"{run.name}: {run.subject}, {len(run.prompts)} prompts, {len(run.photos)} photos of the {run.photos_from}")
+    if options.dry_run:
+        missing, seeds = evaluation.store.missing(evaluation.orders), config.generate.seeds
+        say(f"{len(missing)} pictures to draw with seeds {', '.join(map(str, seeds))}, into {output_dir}")
+        names = {run.name: [prompt.drawn for prompt in run.prompts] for run in evaluation.runs}
+        return {"status": "dry-run", "pictures": len(missing), "prompts": names, "output": str(output_dir)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        made = evaluation.run(say)
+    except KeyboardInterrupt:
+        print("pocketdit evaluate: stopped; the pictures drawn are kept, the same command goes on.", file=sys.stderr)
+        return {"status": "stopped", "output": str(output_dir)}
+    page = write_page(made, output_dir)
+    say(score_table(made))
+    say(f"{output_dir / FILE_NAME}, {page}")
+    return {name: made[name] for name in ("metrics", "summary", "by_subject")} | {"output": str(output_dir)}
 
 
 def _report(options: argparse.Namespace) -> dict[str, Any]:
@@ -549,7 +706,9 @@ def _stop_on_signal() -> Callable[[], bool]:
     return lambda: bool(received)
 
 
-def _cut(text: str) -> tuple[int, int]:
+def _cut(text: str) -> tuple[int, int] | str:
+    if text.partition(":")[0] == "auto":
+        return text
     values = _integers(text)
     if len(values) != 2:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected two numbers such as 4,3")

@@ -25,8 +25,11 @@ class ExportConfig:
     """Variant of the weight files, e.g. `fp16`, as for diffusers."""
     prompt: str | None = None
     """Instance prompt for photos without a caption of their own."""
-    cut: tuple[int, int] | None = None
-    """Blocks skipped at the head and at the tail; None skips a quarter at either end."""
+    cut: str | tuple[int, int] | None = None
+    """Blocks skipped at the head and at the tail; `auto` is what the model's profile says, `auto:FILE` what that one says; None
+    skips half of `skip` at either end, or without it a quarter."""
+    skip: float | None = None
+    """Share of the blocks skipped where `cut` is no numbers; None is half for `auto`."""
     samples: int = 256
     """Size of the pool of patch samples; training goes through it again and again."""
     sample_dtype: Literal["bf16", "int8", "fp32"] = "bf16"
@@ -80,7 +83,11 @@ class ExportConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
         if not 0 <= self.flip_probability <= 1:
             raise ValueError(f"flip_probability: got {self.flip_probability}, expected 0 to 1")
-        if self.cut is not None and min(self.cut) < 0:
+        if isinstance(self.cut, str) and self.cut != "auto" and not self.cut.startswith("auto:"):
+            raise ValueError(f"cut: got {self.cut!r}, expected two numbers of blocks, auto, or auto:FILE")
+        if self.skip is not None and not 0 <= self.skip < 1:
+            raise ValueError(f"skip: got {self.skip}, expected 0 or more and less than 1")
+        if isinstance(self.cut, tuple) and min(self.cut) < 0:
             raise ValueError(f"cut: got {self.cut}, expected two numbers of blocks, 0 or more")
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ValueError(f"prompt_tokens: got {self.prompt_tokens}, expected at least 1")

@@ -24,8 +24,10 @@ from export import block_programs, lower, ops, quantize, weights, workspace
 from export.bundle import assemble_bundle, require_replaceable
 from export.parity import Parity, check_parity
 from host import frozen_base, patches, residuals, schedule
+from host.block_profile import architecture_of
 from host.cache import cached_stage, is_whole, new_stage, stage_folder, stage_key
 from host.config import Config, ExportConfig
+from host.cut import resolve_cut
 from host.models import ModelFolder, PromptStates
 from host.photos import Photo, load_photos
 from runtime import __version__, manifest
@@ -87,7 +89,14 @@ class Exporter:
         self.model = ModelFolder(settings.model, settings.revision, settings.variant)
         self.skeleton: Any = self.model.skeleton()
         self.blocks = self.model.adapter.blocks(self.skeleton)
-        self.cut = settings.cut or (len(self.blocks) // 4, len(self.blocks) // 4)
+        self.cut, self.cut_origin = resolve_cut(
+            settings.cut,
+            settings.skip,
+            model=settings.model,
+            architecture=architecture_of(self.skeleton),
+            transformer_sha256=lambda: self.model.sha256("transformer"),
+            num_blocks=len(self.blocks),
+        )
         if sum(self.cut) >= len(self.blocks):
             raise ValueError(
                 f"cut {self.cut[0]},{self.cut[1]} leaves nothing to train: {settings.model} has {len(self.blocks)} blocks. "
@@ -226,7 +235,7 @@ class Exporter:
     def _samples_key(self, base_hash: str) -> dict[str, Any]:
         settings: dict[str, Any] = encode(self.config.export)
         programs_only = ("budget", "backend", "weights", "lora_rank", "lora_alpha", "lora_targets")
-        for irrelevant in ("model", "batch_size", "on_bad_photo", *programs_only):
+        for irrelevant in ("model", "skip", "batch_size", "on_bad_photo", *programs_only):
             del settings[irrelevant]
         tensors = frozen_base.sample_tensors(self.model, self._example)
         return settings | {
@@ -491,7 +500,7 @@ class Exporter:
             budget=self.budget,
             export=encode(settings)
             | {"patch_side": self.patch_side, "image_side": self.image_side, "cut": list(self.cut)}
-            | {"prompt_length": self.prompt_length},
+            | {"prompt_length": self.prompt_length, "cut_origin": encode(self.cut_origin)},
         )
 
 

@@ -67,14 +67,19 @@ def draw(
         image_side: Pixels.
         label: Of the progress bar.
     """
-    encoded = _encoded(model, prompts, None)
-    noise = _noise(model, seeds, image_side)
-    latents = _denoised(model, transformer, encoded, noise, steps=steps, guidance=guidance, label=label)
-    return _decoded(model.load("vae"), latents)
+    encoded = encode_prompts(model, prompts, None)
+    noise = starting_noise(model, seeds, image_side)
+    latents = denoise(model, transformer, encoded, noise, steps=steps, guidance=guidance, label=label)
+    return decode(model.load("vae"), latents)
 
 
-def compared(run_dir: Path, config: GenerateConfig) -> Comparison:
+def compared(run_dir: Path, config: GenerateConfig, models: dict[Any, ModelFolder] | None = None) -> Comparison:
     """Checks a run and what is asked of it; loads no weights.
+
+    Args:
+        run_dir: A run with an adapter.
+        config: Prompts, seeds and sampler settings.
+        models: Models met before, which need not be hashed again; gets this run's.
 
     Raises:
         ValueError: The run has no adapter, its base model is broken or changed since the export, or the side is unfit.
@@ -87,7 +92,10 @@ def compared(run_dir: Path, config: GenerateConfig) -> Comparison:
         raise ValueError(f"{run_dir} has no adapter yet (status {run['status']!r}). Resume it with `pocketdit train`.")
     bundle_dir = Path(run["bundle"])
     bundle = read_manifest(bundle_dir)
-    model = ModelFolder(bundle.base.model, bundle.base.revision, bundle.base.variant)
+    models, named = {} if models is None else models, (bundle.base.model, bundle.base.revision, bundle.base.variant)
+    if named not in models:
+        models[named] = ModelFolder(*named)
+    model = models[named]
     side = int(bundle.export["image_side"]) if config.image_side is None else config.image_side
     require_side("image_side", side, model.latent_factor * model.normalized_config.patch_size)
     model.require_whole()
@@ -123,20 +131,20 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     asked = compared(run_dir, config)
     model, bundle, prompts = asked.model, asked.bundle, asked.prompts
     pairs = [(prompt, seed) for prompt in prompts for seed in config.seeds]
-    encoded = _encoded(model, [prompt for prompt, _ in pairs], bundle.export.get("prompt_tokens"))
-    noise = _noise(model, [seed for _, seed in pairs], asked.image_side)
+    encoded = encode_prompts(model, [prompt for prompt, _ in pairs], bundle.export.get("prompt_tokens"))
+    noise = starting_noise(model, [seed for _, seed in pairs], asked.image_side)
     transformer, latents = model.load("transformer"), {}
     for kind in ("base", "adapter"):
         if kind == "adapter":
             load_lora(model.adapter, transformer, asked.adapter_path)
         label = f"pictures of the {kind}"
-        latents[kind] = _denoised(
+        latents[kind] = denoise(
             model, transformer, encoded, noise, steps=config.steps, guidance=config.guidance, label=label
         )
     del transformer
     gc.collect()
     vae = model.load("vae")
-    pictures = {kind: _decoded(vae, made) for kind, made in latents.items()}
+    pictures = {kind: decode(vae, made) for kind, made in latents.items()}
     photos = [Image.open(asked.bundle_dir / photo.preview) for photo in bundle.subject.photos]
     similarity = {kind: subject_similarity(images, photos) for kind, images in pictures.items()}
     items = []
@@ -159,7 +167,7 @@ def generate(run_dir: Path, config: GenerateConfig) -> dict[str, Any]:
     return result
 
 
-def _encoded(
+def encode_prompts(
     model: ModelFolder, prompts: Sequence[str], max_tokens: int | None
 ) -> tuple[PromptStates, PromptStates | None]:
     """States of N prompts, and of no prompt N times where the model takes a negative one."""
@@ -170,13 +178,14 @@ def _encoded(
     return states, model.encode_prompts([""], max_tokens=max_tokens, negative=True)[[0] * len(prompts)]
 
 
-def _noise(model: ModelFolder, seeds: Sequence[int], image_side: int) -> Tensor:
+def starting_noise(model: ModelFolder, seeds: Sequence[int], image_side: int) -> Tensor:
+    """Noise the pictures of N seeds start from, (N, C, h, w)."""
     side = image_side // model.latent_factor
     return torch.stack([noise_of(seed, (model.normalized_config.num_channels, side, side)) for seed in seeds])
 
 
 @torch.no_grad()
-def _denoised(
+def denoise(
     model: ModelFolder,
     transformer: Any,
     encoded: tuple[PromptStates, PromptStates | None],
@@ -199,7 +208,8 @@ def _denoised(
 
 
 @torch.no_grad()
-def _decoded(vae: Any, latents: Tensor) -> list[Image.Image]:
+def decode(vae: Any, latents: Tensor) -> list[Image.Image]:
+    """Latents (N, C, h, w) to pictures."""
     device = processes().device
     vae = vae.to(device)
     return [

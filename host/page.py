@@ -4,15 +4,21 @@ Reads values, writes HTML that needs nothing beside it: no script, and a content
 Commands: `pocketdit report RUN`, `pocketdit emulate BUNDLE`.
 """
 
+import base64
+import io
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from host.charts import escape, format_amount
 from runtime.memory import MIB
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+MAX_EMBEDDED_BYTES = 400_000
+MAX_EMBEDDED_SIDE = 640
 
 
 class Markup(str):
@@ -69,6 +75,38 @@ def tile(name: str, value: str, note: str, share: float | None = None, bad: bool
     strong = f'<strong class="{"bad" if bad else "good"}">{escape(amount)}{unit}</strong>'
     bar = "" if share is None else meter(share, "over" if bad else "after")
     return f'<div class="tile"><p>{escape(name)}</p>{strong}<p>{escape(note)}</p>{bar}</div>'
+
+
+def embedded_picture(
+    folder: Path, name: object, alt: str, *, max_bytes: int = MAX_EMBEDDED_BYTES, max_side: int = MAX_EMBEDDED_SIDE
+) -> str:
+    """An `<img>` with its bytes inside, shrunk if large; a labelled gap where `folder` holds no such picture.
+
+    Args:
+        folder: The picture lies in it.
+        name: Of the picture, relative to it.
+        alt: What it shows, plain text.
+        max_bytes: A larger file is shrunk.
+        max_side: To this many pixels.
+    """
+    path = folder / str(name)
+    gap = f'<div class="gap" role="img" aria-label="{escape(alt)}: missing">no picture</div>'
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return gap
+    try:
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as picture:
+            kind = picture.format
+            if len(content) > max_bytes:
+                picture.thumbnail((max_side, max_side))
+                shrunk, kind = io.BytesIO(), "JPEG"
+                picture.convert("RGB").save(shrunk, kind, quality=88)
+                content = shrunk.getvalue()
+            width, height = picture.size
+    except (OSError, ValueError, SyntaxError):  # Pillow raises any of these for a broken file
+        return gap
+    source = f"data:image/{str(kind).lower()};base64,{base64.b64encode(content).decode('ascii')}"
+    return f'<img src="{source}" alt="{escape(alt)}" width="{width}" height="{height}">'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -203,11 +203,16 @@ def num_blocks(config: Mapping[str, Any]) -> int:
     return len(adapter_for(config).blocks(skeleton_of(config)))
 
 
-def cut_of_share(num_blocks: int, share: float) -> tuple[int, int]:
-    """Blocks skipped at head and tail for a share of all: the paper's for FLUX's 57 blocks where it has one, else half each."""
+def skipped_of_share(num_blocks: int, share: float) -> int:
+    """Blocks skipped for a share of all, to the nearest; one is always left."""
     if not 0 <= share < 1:
         raise ValueError(f"share: got {share}, expected 0 or more and less than 1")
-    skipped = min(int(share * num_blocks + 0.5), num_blocks - 1)
+    return min(int(share * num_blocks + 0.5), num_blocks - 1)
+
+
+def cut_of_share(num_blocks: int, share: float) -> tuple[int, int]:
+    """Blocks skipped at head and tail for a share of all: the paper's for FLUX's 57 blocks where it has one, else half each."""
+    skipped = skipped_of_share(num_blocks, share)
     return PAPER_CUTS[skipped] if num_blocks == 57 and skipped in PAPER_CUTS else (skipped - skipped // 2, skipped // 2)
 
 

@@ -5,13 +5,9 @@ page: pictures as data URIs, charts as inline SVG, no script, and a content poli
 Command: `pocketdit report RUN`.
 """
 
-import base64
-import io
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from PIL import Image
 
 from host.charts import Limit, Series, escape, format_amount, line_chart, moving_mean, stacked_bar
 from host.page import (
@@ -19,6 +15,7 @@ from host.page import (
     details,
     document,
     duration_text,
+    embedded_picture,
     meter,
     mib_text,
     missing,
@@ -30,8 +27,6 @@ from host.page import (
 from host.report_inputs import MIB, ReportInputs, dicts, lookup, number, read_inputs
 from runtime import atomic
 
-MAX_EMBEDDED_BYTES = 400_000
-MAX_EMBEDDED_SIDE = 640
 STEP_PARTS = (("read", "c2"), ("forward", "c1"), ("backward", "c4"), ("optimizer", "c3"))
 UNFINISHED = {"stopped": "Stopped early. ", "running": "Not finished yet. ", "failed": "Ended by an error. "}
 
@@ -92,28 +87,6 @@ def _no_metrics(data: ReportInputs, what: str) -> str:
     return missing(f"The run has no {what} yet.", "pocketdit train", data.bundle_dir)
 
 
-def _image(folder: Path, name: object, alt: str) -> str:
-    """An `<img>` with its bytes inside, shrunk if large; a labelled gap where `folder` holds no such picture."""
-    path = folder / str(name)
-    gap = f'<div class="gap" role="img" aria-label="{escape(alt)}: missing">no picture</div>'
-    if not path.resolve().is_relative_to(folder.resolve()):
-        return gap
-    try:
-        content = path.read_bytes()
-        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as picture:
-            kind = picture.format
-            if len(content) > MAX_EMBEDDED_BYTES:
-                picture.thumbnail((MAX_EMBEDDED_SIDE, MAX_EMBEDDED_SIDE))
-                shrunk, kind = io.BytesIO(), "JPEG"
-                picture.convert("RGB").save(shrunk, kind, quality=88)
-                content = shrunk.getvalue()
-            width, height = picture.size
-    except (OSError, ValueError, SyntaxError):  # Pillow raises any of these for a broken file
-        return gap
-    source = f"data:image/{str(kind).lower()};base64,{base64.b64encode(content).decode('ascii')}"
-    return f'<img src="{source}" alt="{escape(alt)}" width="{width}" height="{height}">'
-
-
 # The page, from top to bottom.
 
 
@@ -131,9 +104,9 @@ def _header(data: ReportInputs, title: str) -> str:
     if photos and items:
         pictures_dir = data.run_dir / "pictures"
         pictures = (
-            ("A photo", _image(data.bundle_dir, photos[0].get("preview"), "The first photo of the subject")),
-            ("Before", _image(pictures_dir, items[0].get("base"), "The first picture before training")),
-            ("After", _image(pictures_dir, items[0].get("adapter"), "The first picture after training")),
+            ("A photo", embedded_picture(data.bundle_dir, photos[0].get("preview"), "The first photo of the subject")),
+            ("Before", embedded_picture(pictures_dir, items[0].get("base"), "The first picture before training")),
+            ("After", embedded_picture(pictures_dir, items[0].get("adapter"), "The first picture after training")),
         )
         figures = (f"<figure>{picture}<figcaption>{name}</figcaption></figure>" for name, picture in pictures)
         hero = f'<div class="hero">{"".join(figures)}</div>'
@@ -197,7 +170,7 @@ def _photos(data: ReportInputs) -> str:
     figures = []
     for photo in photos:
         caption = str(photo.get("caption") or photo.get("name", ""))
-        picture = _image(data.bundle_dir, photo.get("preview"), f"Photo of the subject: {caption}")
+        picture = embedded_picture(data.bundle_dir, photo.get("preview"), f"Photo of the subject: {caption}")
         figures.append(f'<figure class="photo">{picture}<figcaption dir="auto">{escape(caption)}</figcaption></figure>')
     lead = f"The adapter learned from {'this photo' if len(photos) == 1 else f'these {len(photos)} photos'}."
     return section("photos", "The photos", lead, f'<div class="photos">{"".join(figures)}</div>')
@@ -229,7 +202,7 @@ def _pair(data: ReportInputs, prompt: str, item: dict[str, Any]) -> str:
     halves, seed = [], item.get("seed", "—")
     for label, css, key in (("Before", "before", "base"), ("After", "after", "adapter")):
         similarity = number(item, f"similarity_{key}")
-        picture = _image(data.run_dir / "pictures", item.get(key), f"{label}, seed {seed}: {prompt}")
+        picture = embedded_picture(data.run_dir / "pictures", item.get(key), f"{label}, seed {seed}: {prompt}")
         below = "" if similarity is None else f'<span class="similarity">similarity {_fixed(similarity)}</span>'
         below += "" if similarity is None else meter(similarity, css)
         halves.append(f'<div><span class="when {css}">{label}</span>{picture}{below}</div>')
@@ -320,7 +293,7 @@ def _patches(data: ReportInputs) -> str:
     alt = "Crops of a photo over the timesteps, from small ones at low noise to the whole photo at high noise"
     lead = "Low noise, small crop: there the model learns detail. High noise, nearly the whole photo: there it learns "
     lead += "the layout. All crops are resized to one side, so every sample costs the same."
-    return section("patches", heading, lead, f'<div class="plate">{_image(data.bundle_dir, name, alt)}</div>')
+    return section("patches", heading, lead, f'<div class="plate">{embedded_picture(data.bundle_dir, name, alt)}</div>')
 
 
 def _settings(data: ReportInputs) -> str:

@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -142,6 +143,13 @@ class ModelAdapter(Protocol):
     def blocks(self, transformer: Any) -> list[BlockRef]:
         """All blocks in running order."""
 
+    def mask_text(self, transformer: Any, blocks: Iterable[int]) -> AbstractContextManager[None]:
+        """While it is open, the image tokens attend to no prompt token in these blocks; prompt tokens attend as ever.
+
+        It acts on diffusers' own modules, in the pipeline too, with or without LoRA in them; in a batch with a negative
+        prompt both halves are masked.
+        """
+
     def block_inputs(
         self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -202,6 +210,19 @@ def adapter_of(transformer_class: str | None, model: str) -> ModelAdapter:
     if transformer_class not in _ADAPTERS:
         raise ValueError(f"{model}: no adapter for {transformer_class!r}; supported: {', '.join(sorted(_ADAPTERS))}.")
     return _ADAPTERS[transformer_class]
+
+
+@contextmanager
+def swapped_processors(attentions: Iterable[Any], wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Gives diffusers' attention modules other processors, made by `wrap` from their own, until the context ends."""
+    own = [(attention, attention.processor) for attention in attentions]
+    try:
+        for attention, processor in own:
+            attention.processor = wrap(processor)
+        yield
+    finally:
+        for attention, processor in own:
+            attention.processor = processor
 
 
 def encode_images(vae: Any, pixels: Tensor) -> Tensor:

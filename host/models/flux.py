@@ -4,7 +4,9 @@ The state the blocks hand on is prompt tokens, then image tokens. Modulations ar
 weights are a fifth of a single block. Shape suffixes as in export/ops.py.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import diffusers
@@ -114,6 +116,16 @@ class FluxAdapter:
         singles = [f"single_transformer_blocks.{i}" for i in range(len(transformer.single_transformer_blocks))]
         return [BlockRef("flux_double", name) for name in doubles] + [BlockRef("flux_single", name) for name in singles]
 
+    @contextmanager
+    def mask_text(self, transformer: Any, blocks: Iterable[int]) -> Iterator[None]:
+        modules = _all_blocks(transformer)
+        handles = [modules[index].register_forward_pre_hook(_mask_image_to_text, with_kwargs=True) for index in blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def block_inputs(
         self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -196,6 +208,18 @@ class FluxAdapter:
 
 def _packed(latents: Tensor) -> Tensor:
     return diffusers.FluxPipeline._pack_latents(latents, *latents.shape)
+
+
+def _mask_image_to_text(block: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Adds a mask to a block's inputs, (1, 1, S, S), False where an image query meets a text key."""
+    arguments = inspect.signature(block.forward).bind(*inputs, **named).arguments
+    image, text = arguments["hidden_states"], arguments["encoder_hidden_states"]
+    num_text = text.shape[1]
+    num_tokens = num_text + image.shape[1]
+    mask = torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool, device=image.device)
+    mask[..., num_text:, :num_text] = False
+    settings = arguments.get("joint_attention_kwargs") or {}
+    return (), arguments | {"joint_attention_kwargs": settings | {"attention_mask": mask}}
 
 
 def _all_blocks(transformer: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import diffusers
-from huggingface_hub import errors, hf_hub_download
+from huggingface_hub import errors, hf_hub_download, snapshot_download
 
 EMBEDDED = "tiny-base"
 _REASONS: dict[type[Exception], str] = {
@@ -41,6 +41,19 @@ def config_paths(model: str, revision: str | None, components: Sequence[str]) ->
     _require_id(model)
     try:
         return [Path(hf_hub_download(model, f"{name}/config.json", revision=revision)) for name in components]
+    except Exception as error:
+        raise ValueError(_not_given(model, error)) from error
+
+
+def files(model: str, patterns: Sequence[str]) -> Path:
+    """Folder of the files that match one of `patterns`, of a model that is no pipeline.
+
+    Raises:
+        ValueError: This is no id, or the hub does not give it.
+    """
+    _require_id(model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except Exception as error:
         raise ValueError(_not_given(model, error)) from error
 

@@ -5,7 +5,8 @@ class. Shape suffixes as in export/ops.py.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import diffusers
@@ -25,6 +26,7 @@ from host.models.base import (
     bare_pipeline,
     register_model,
     require_short,
+    swapped_processors,
     tile_tokens,
 )
 
@@ -105,6 +107,12 @@ class SanaAdapter:
 
     def blocks(self, transformer: Any) -> list[BlockRef]:
         return [BlockRef("sana_block", f"transformer_blocks.{i}") for i in range(len(transformer.transformer_blocks))]
+
+    def mask_text(self, transformer: Any, blocks: Iterable[int]) -> AbstractContextManager[None]:
+        # A softmax over no key has no value. No text reaches the block, so cross attention adds nothing: neither an average
+        # of values, which the prompt would still show in, nor the output bias, which is part of what it adds.
+        attentions = [transformer.transformer_blocks[index].attn2 for index in blocks]
+        return swapped_processors(attentions, lambda processor: _adds_nothing)
 
     def block_inputs(
         self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
@@ -193,6 +201,13 @@ class SanaAdapter:
             settings |= {"negative_prompt": None, "negative_prompt_embeds": negative.states}
             settings |= {"negative_prompt_attention_mask": negative.mask}
         return run(use_resolution_binning=False, **settings)
+
+
+def _adds_nothing(
+    attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None
+) -> Tensor:
+    """An attention processor without a key to attend to."""
+    return torch.zeros_like(hidden_states)
 
 
 def _padded(prompts: PromptStates, length: int) -> PromptStates:

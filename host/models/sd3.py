@@ -2,7 +2,8 @@
 
 The last block leaves the prompt as it is. Shape suffixes as in export/ops.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import diffusers
@@ -76,6 +77,9 @@ class SD3Adapter:
             for i, block in enumerate(transformer.transformer_blocks)
         ]
 
+    def mask_text(self, transformer: Any, blocks: Iterable[int]) -> AbstractContextManager[None]:
+        return base.swapped_processors((transformer.transformer_blocks[index].attn for index in blocks), _image_apart)
+
     def block_inputs(
         self, transformer: Any, index: int, conditioning: Tensors, layers: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -141,6 +145,18 @@ class SD3Adapter:
             negative_prompt_embeds=negative.states,
             negative_pooled_prompt_embeds=negative.pooled,
         )
+
+
+def _image_apart(processor: Any) -> Any:
+    """The same attention, but the image tokens see image tokens alone: without positions that is attention of their own."""
+
+    def attend(
+        attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        _, text = processor(attn, hidden_states, encoder_hidden_states=encoder_hidden_states, **settings)
+        return processor(attn, hidden_states, **settings), text
+
+    return attend
 
 
 base.register_model("SD3Transformer2DModel", SD3Adapter())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from host.evaluate import lite2_features
+from host.features import lite2_features
 from host.generate import draw
 from host.models import EMBEDDED, ModelFolder
 from host.tiny_base import world

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from host.block_profile_page import write_page as write_profile_page
 from host.emulator.report import write_report as write_emulation_report
+from host.evaluation.page import write_page as write_evaluation_page
 from host.report import write_report
 from tests.browser import Browser, browser, find_chromium
 from tests.host.emulator.emulations import make_breach, make_emulation, make_faulted, make_killed, make_sampled
+from tests.host.test_block_profile import synthetic_profile
+from tests.host.test_evaluation import make_evaluation
 from tests.host.test_report import make_bundle, make_run
 
 pytestmark = [
@@ -48,12 +52,14 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         f"emulation-{name}": write_emulation_report(json.loads(json.dumps(make())), folder / f"{name}.html")
         for name, make in PAGES.items()
     }
+    made["evaluation"] = write_evaluation_page(make_evaluation(folder / "evaluation"), folder / "evaluation")
+    made["block-profile"] = write_profile_page(synthetic_profile(57), folder / "profile.html", 0.5)
     made["report"] = write_report(make_run(folder / "run"), make_bundle(folder / "bundle"), folder / "report.html")
     return made
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-@pytest.mark.parametrize("name", [*(f"emulation-{name}" for name in PAGES), "report"])
+@pytest.mark.parametrize("name", [*(f"emulation-{name}" for name in PAGES), "evaluation", "block-profile", "report"])
 def test_page_shows_without_complaint(chromium: Browser, pages: dict[str, Path], name: str, screen: str) -> None:
     sight = chromium.look(pages[name], f"{name}-{screen}.png", **SCREENS[screen])
     assert sight.complaints == []

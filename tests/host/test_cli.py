@@ -14,7 +14,19 @@ from host.cli import _parser, main
 from runtime.memory import MemoryWatch
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "export", "plan", "train", "emulate", "generate", "report", "convert", "demo")
+COMMANDS = (
+    "doctor",
+    "profile",
+    "export",
+    "plan",
+    "train",
+    "emulate",
+    "generate",
+    "evaluate",
+    "report",
+    "convert",
+    "demo",
+)
 
 
 def pocketdit(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,1 @@
+"""Evaluates runs: what is drawn, how it is scored, the page that shows it. Begins at compare.py."""
