@@ -234,7 +234,7 @@ h2 + :not(.lead) { margin-top: 14px; }
   padding: 2px 9px; margin-left: 8px; white-space: nowrap; }
 .missing { border: 1px dashed var(--c5); border-radius: 12px; padding: 18px 20px; color: var(--soft); overflow-wrap:
   anywhere; }
-.pairs + .missing { margin-top: 20px; }
+.pairs + .missing, .photos + .pairs { margin-top: 20px; }
 code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; color: var(--ink); background:
   var(--card); border: 1px solid var(--line); border-radius: 5px; padding: 1px 6px; }
 .plate { padding: 20px; }

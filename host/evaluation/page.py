@@ -18,14 +18,16 @@ MAX_PAIRS, MAX_DRIFT_PAIRS = 160, 12
 SMALL_BYTES, SMALL_SIDE = 60_000, 320
 MEASURE_NAMES = {"subject": "Subject", "prompt": "Prompt", "drift": "Drift"}
 FEW_SUBJECTS = 6
-EXPLANATIONS = (
-    "Subject: mean cosine of a picture's features to those of all photos of the subject. Higher is closer.",
-    "Prompt: CLIP-T is the cosine of a picture and its prompt; background is the probability a classifier gives to the "
-    "background the prompt names, and the share of pictures where it is the likeliest. Higher is closer.",
-    "Drift: 1 - cosine of the base's and the adapter's picture from the same noise, for prompts that do not name the subject. "
-    "0 means that nothing changed.",
+EXPLANATIONS = {
+    "subject": "Subject: mean cosine of a picture's features to those of all photos of the subject. Higher is closer.",
+    "prompt": "Prompt: CLIP-T is the cosine of a picture and its prompt; background is the probability a classifier gives "
+    "to the background the prompt names, and the share of pictures where it is the likeliest. Higher is closer.",
+    "drift": "Drift: 1 - cosine of the base's and the adapter's picture from the same noise, for prompts that do not name "
+    "the subject. 0 means that nothing changed.",
+}
+INTERVALS = (
     "In brackets the 95 % confidence interval: subjects are resampled first, then the pictures of each. The difference is "
-    "that of pairs from the same prompt and noise.",
+    "that of pairs from the same prompt and noise."
 )
 
 
@@ -123,8 +125,10 @@ def _tiles(made: dict[str, Any]) -> str:
         adapter, name = found["adapter"]["mean"], MEASURE_NAMES[metric["measure"]]
         if "base" in found:
             base = found["base"]["mean"]
-            value, note = f"{base:.2f} → {adapter:.2f}", f"{metric['title']}; base → adapter"
-            tiles.append(tile(f"{name} fidelity", value, note, adapter, found["difference"]["high"] < 0))
+            before, after = f"{base:.2f}", f"{adapter:.2f}"
+            fell = before != after and found["difference"]["high"] < 0
+            note = f"{metric['title']}; base → adapter"
+            tiles.append(tile(f"{name} fidelity", f"{before} → {after}", note, adapter, fell))
         else:
             tiles.append(tile(name, f"{adapter:.2f}", f"{metric['title']}; 0 is unchanged", adapter))
     return f'<section id="numbers" aria-label="Headline numbers"><div class="tiles">{"".join(tiles)}</div></section>'
@@ -136,7 +140,8 @@ def _scores(made: dict[str, Any]) -> str:
         found = made["summary"][metric["key"]]
         name = Markup(f"{escape(_name(metric))}<small>{escape(metric['source'])}</small>")
         rows.append([name, *(_cell(found.get(kind), kind) for kind in ("base", "adapter", "difference"))])
-    points = [*EXPLANATIONS]
+    measured = {metric["measure"] for metric in made["metrics"]}
+    points = [text for measure, text in EXPLANATIONS.items() if measure in measured] + [INTERVALS]
     if len(made["by_subject"]) == 1:
         points.append(
             "There is one subject: the intervals say how much its pictures vary, not how other subjects would do."

@@ -42,7 +42,9 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=["sana", "flux", pytest.param("sd3", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["sana", *(pytest.param(name, marks=pytest.mark.long) for name in ("flux", "sd3"))]
+)
 def task(request, photos_dir, tmp_path_factory) -> Task:
     """Four samples, all of them in every step: then the loss falls from step to step if anything is learnt."""
     save = {"sana": lambda folder: save_sana_with_gemma(folder, SANA_15), "flux": save_flux, "sd3": _deeper_sd3}
