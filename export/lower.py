@@ -4,6 +4,7 @@ Writes `programs.pte`; refuses operators the runtime does not have, by name, bef
 """
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
+from torch.fx.traceback import NodeSource
 
 from export.block_programs import Method, flops
 from export.workspace import predict
@@ -47,7 +49,7 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
     Raises:
         ExportError: An operator has no kernel in the runtime, or the program holds more than code.
     """
-    with _quiet():
+    with _quiet(), _shared_provenance(), _imports_uncollected():
         edge = to_edge_transform_and_lower(
             {name: method.program for name, method in methods.items()},
             partitioner=partitioners(backend),
@@ -134,3 +136,26 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous)
+
+
+@contextlib.contextmanager
+def _shared_provenance() -> Iterator[None]:
+    """Each of some sixty passes notes on each node which node of the graph before it came from, and copies all notes before;
+    they never change, so one copy serves."""
+    NodeSource.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del NodeSource.__deepcopy__  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _imports_uncollected() -> Iterator[None]:
+    """Lowering makes millions of objects, so the collector of cycles runs often; it need not walk over all that the imported
+    libraries hold each time. Off altogether it is hardly faster and holds 445 MiB more for FLUX's double block."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -264,6 +264,8 @@ class Attempt:
         kind = event.pop("event")
         if kind == "start":
             self._recorder.planned_private_bytes = event["planned_private_bytes"]
+        elif kind == "writes":
+            self._recorder.writing(process.pid, event["phase"], event["written_bytes"])
         elif kind == "step":
             self._recorder.step(self._seconds(), event["row"], event["cpu_seconds"])
             self._step_s = event["row"]["step_ms"] / 1e3
@@ -275,10 +277,6 @@ class Attempt:
                 self._strike(process, event["row"]["step"])
         elif kind == "end":
             self._ended = event
-            for name, written in event.get("writes", {}).items():
-                key = "checkpoints" if name == "checkpoint" else name
-                self._recorder.writes[key] = self._recorder.writes.get(key, 0) + written
-            self._recorder.traffic(process.pid, 0, event.get("written_bytes", 0))
         elif kind == "error":
             self._ended = event | {"status": "error"}
 
@@ -373,11 +371,12 @@ class Attempt:
         """Ends whatever is left of the tree and reads how the process ended."""
         if self._outcome is not None or self._ended is None:
             self._kill_if_running(process)
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
+        if not _ends(process, 10.0):
             self._kill(process.pid)
-            process.wait()
+            _ends(process, 10.0)
+        self._recorder.traffic(process.pid, *flash_bytes(process.pid))  # dead, and counted until someone waits for it
+        self._recorder.end_process()
+        process.wait()
         self._last_place = self._status.read()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -386,6 +385,15 @@ class Attempt:
 
     def _kill_if_running(self, process: "subprocess.Popen[bytes]") -> None:
         if self._outcome is None:  # the lines have ended, so the process is about to; its status says why
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=2 if sys.exc_info()[0] is None else 0)
+            _ends(process, 2.0 if sys.exc_info()[0] is None else 0.0)
         self._kill(process.pid)
+
+
+def _ends(process: "subprocess.Popen[bytes]", patience_s: float) -> bool:
+    """Waits until a process is dead, without taking its entry from the system."""
+    end = time.monotonic() + patience_s
+    while alive(process.pid):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True

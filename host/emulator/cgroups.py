@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from host.emulator.observe import alive
 from runtime.memory import MIB, read_fields
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -21,6 +22,7 @@ PREFIX = "pocketdit-emulate-"
 PERIOD_US = 100_000
 UNLIMITED = 2**63 - 4096
 """What version 1 shows of a group without a limit."""
+SCOPE_TIMEOUT_S = 20.0
 HIGH_SHARE = 1 / 32
 """Of the limit: so far below it version 2 starts to reclaim and to slow the process down, as Android 17 does."""
 
@@ -150,10 +152,13 @@ class CgroupV2:
         """
         remove_stale(parent)
         self.missing: dict[str, str] = {}
+        available = (parent / "cgroup.controllers").read_text().split()
         for controller in ("memory", "cpu", "io"):
             if controller in (parent / "cgroup.subtree_control").read_text().split():
                 continue
             try:
+                if controller not in available:
+                    raise OSError(errno.ENOENT, "not delegated to this group")
                 (parent / "cgroup.subtree_control").write_text(f"+{controller}")
             except OSError as error:
                 if controller == "memory":
@@ -228,7 +233,7 @@ class CgroupV2Scope(CgroupV2):
         self._count = 0
         self._counted = Counters(None, 0, None, None)
         self._dir = mount / "none"
-        self.missing = {}
+        self.missing = {"io": "a scope of systemd's is not asked for it"}
         self.controllers = ("memory",)
 
     def command(self) -> list[str]:
@@ -243,16 +248,21 @@ class CgroupV2Scope(CgroupV2):
         return []
 
     def adopt(self, pid: int) -> None:
-        """Finds the scope the process is in.
+        """Waits until `systemd-run` has moved the process into its scope, which takes systemd some milliseconds.
 
         Raises:
-            OSError: It is in none, or its memory limit is not ours to set.
+            OSError: It ends without, or it is not moved in time, or the scope's memory limit is not ours to set.
         """
-        path = group_path(pid, proc=self._proc)
+        end = time.monotonic() + SCOPE_TIMEOUT_S
+        while self._name not in (path := group_path(pid, proc=self._proc)):
+            if time.monotonic() > end or not alive(pid, self._proc):
+                break
+            time.sleep(0.005)
         folder = self._mount / path.lstrip("/")
         if self._name not in path or not os.access(folder / "memory.max", os.W_OK):
             raise OSError(
-                errno.EACCES, f"systemd left process {pid} in {path or 'no group'} without a memory limit of ours"
+                f"systemd-run: process {pid} is in {path or 'no group'}, expected a scope {self._name}-{self._count} with a "
+                "memory limit of this user's. See `journalctl --user`, or run as root."
             )
         self._set(folder)
         self.missing = {

@@ -82,10 +82,10 @@ def emulate(request: Request, say: Callable[[str], None] = lambda text: None) ->
     steps = request.steps or manifest.training.steps
     seed = random.SystemRandom().randrange(2**31) if request.seed is None else request.seed
     plan = fault_kinds.schedule(request.faults, steps, random.Random(seed))
-    _prepare(request.run_dir)
     group = choose_group(require=request.require_enforcement)
-    machine = Machine(request.bundle, manifest, request.device, group)
     try:
+        _prepare(request.run_dir)
+        machine = Machine(request.bundle, manifest, request.device, group)
         return _Emulation(request, manifest, group, machine, plan, steps, seed, say).run()
     finally:
         group.remove()

@@ -77,10 +77,10 @@ def flash_bytes(pid: int) -> tuple[int, int]:
     return fields["read_bytes"], fields["write_bytes"]
 
 
-def alive(pid: int) -> bool:
+def alive(pid: int, proc: Path = PROC) -> bool:
     """Whether a process is there and not yet dead."""
     try:
-        state = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+        state = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in "ZX"

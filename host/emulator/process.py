@@ -1,7 +1,7 @@
 """What runs inside the limits: `python -m host.emulator.process SPEC`, with SPEC as JSON; started by emulate.py.
 
-Speaks lines of JSON: says `idle` when all is imported, waits for `go`, then reports `start`, `step` and `end` or `error`. Ends
-itself when the emulator is gone. The workload is a module with `run(job)`; the product's is training.py.
+Speaks lines of JSON: says `idle` when all is imported, waits for `go`, then reports `start`, `writes`, `step` and `end` or
+`error`. Ends itself when the emulator is gone. The workload is a module with `run(job)`; the product's is training.py.
 """
 
 import importlib
@@ -13,8 +13,11 @@ import threading
 import time
 from typing import Any
 
+from host.emulator.observe import flash_bytes
 from host.emulator.status import StatusPage
 
+WRITING = ("checkpoint", "adapter")
+"""Phases whose writes to flash are counted apart; the rest is the step log and `run.json`."""
 ORPHANED = 113
 """Exit status when the emulator is gone."""
 
@@ -32,6 +35,7 @@ class Job:
         self.spec = spec
         self.budget_mib: int | None = None
         self._status = StatusPage(spec["status_descriptor"])
+        self._writing = ""
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -47,8 +51,16 @@ class Job:
         return self._orders.get()
 
     def at(self, phase: str, step: int, block: int | None) -> None:
-        """Says where this process is."""
+        """Says where this process is, and what it had written to flash when a phase that writes begins or ends."""
+        self._report_writes(phase)
         self._status.write(phase, step, block)
+
+    def _report_writes(self, phase: str) -> None:
+        """Says where writing for one thing ends and for another begins; at once, since the process may be killed."""
+        writing = phase if phase in WRITING else ""
+        if writing != self._writing:
+            self._writing = writing
+            self.send("writes", phase=writing, written_bytes=flash_bytes(os.getpid())[1])
 
     def _listen(self) -> None:
         for line in sys.stdin:

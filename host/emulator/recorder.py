@@ -32,6 +32,8 @@ class Recorder:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     cpu_seconds: list[float] = field(default_factory=list)
     writes: dict[str, int] = field(default_factory=lambda: {"checkpoints": 0, "adapter": 0})
+    _writing: tuple[int, str, int] = (0, "", 0)
+    """Process, phase it writes in, and what it had written before."""
     _traffic: dict[int, tuple[int, int]] = field(default_factory=dict)
     _streamed: int = 0
     _flash: int = 0
@@ -73,6 +75,23 @@ class Recorder:
         """Flash bytes of a process so far; figures only grow, and stay when it ends."""
         before = self._traffic.get(pid, (0, 0))
         self._traffic[pid] = (max(before[0], read), max(before[1], written))
+
+    def writing(self, pid: int, phase: str, written: int) -> None:
+        """A process begins to write for `phase`, with so much written so far; empty when it is through with that.
+
+        One that is gone without a word wrote for the last phase until its end.
+        """
+        _, before_phase, before = self._writing
+        if before_phase:
+            name = "checkpoints" if before_phase == "checkpoint" else before_phase
+            self.writes[name] += written - before
+        self._writing = (pid, phase, written)
+        self.traffic(pid, 0, written)
+
+    def end_process(self) -> None:
+        """The process is gone, its traffic all counted."""
+        pid, _, before = self._writing
+        self.writing(pid, "", self._traffic.get(pid, (0, before))[1])
 
     def step(self, seconds: float, row: dict[str, Any], cpu_seconds: float) -> None:
         """Takes a row of the step log; a step that is done again replaces the one before."""

@@ -162,6 +162,57 @@ def test_every_fault_one_after_the_other_loses_nothing(bundle_dir, tmp_path):
     assert made["adapter_equals_undisturbed"] is True
 
 
+# `nobody` may read what root can, since the interpreter and the bundle lie in root's folders, and write to nothing of root's.
+ORDINARY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+READING = (
+    "--inh-caps=-all,+dac_read_search",
+    "--ambient-caps=+dac_read_search",
+    "--bounding-set=-all,+dac_read_search",
+)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (["--budget", "64MiB"], 0, "WITHIN: 3 steps held at most"),
+        (["--budget", "1MiB"], 1, "the budget is 1.0 MiB"),
+        (["--budget", "64MiB", "--require-enforcement"], 2, "the kernel's limits cannot be had (cgroup"),
+    ],
+)
+def test_an_ordinary_user_without_control_groups_is_sampled_and_told_so(bundle_dir, tmp_path, flags, status, said):
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, 65534, 65534)
+    command = [
+        sys.executable,
+        "-m",
+        "host.cli",
+        "emulate",
+        bundle_dir,
+        "--device",
+        "pixel-8",
+        "--steps",
+        3,
+        "--run",
+        run,
+    ]
+    environment = os.environ | {"HOME": str(run), "TMPDIR": str(run), "PYTHONPATH": str(ROOT)}
+    whole = [*ORDINARY, *READING, "--", *map(str, command), *flags]
+    done = subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == status, done.stderr
+    if status == 2:
+        assert said in done.stderr
+        assert list(run.iterdir()) == []  # refused before anything was written
+        return
+    assert said in done.stdout, done.stdout
+    enforcement = json.loads((run / "emulation.json").read_text())["enforcement"]
+    assert [enforcement[name] for name in ("memory", "cpu", "flash")] == ["sampling", "none", "throttled reader"]
+    assert "permission denied" in enforcement["notes"][0]
+    assert (run / "emulation.json").stat().st_uid == 65534
+
+
 @pytest.fixture(scope="module")
 def sana_dir_06b(tmp_path_factory) -> Path:
     """Two blocks of SANA-0.6B's width, fp32."""

@@ -1,9 +1,13 @@
 """The programs against diffusers' own modules: forward to 1e-5, every LoRA gradient to 1e-4 relative."""
 
+import copy
+import gc
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.traceback import NodeSource
 
 from export import ops
 from export.block_programs import BlockKind, block_methods
@@ -130,6 +134,18 @@ def test_a_missing_operator_is_named_with_its_line(tmp_path):
     with pytest.raises(ExportError, match=r"bessel_j0.*test_block_programs\.py:\d+ in block"):
         lower(block_methods(example_kind(block), 1.0), tmp_path / "p.pte", "portable")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lowering_leaves_the_process_as_it_was(tmp_path):
+    record = NodeSource(None, "a pass")
+
+    def block(hidden, conditioning, weights, linear):
+        return linear("layer", hidden)
+
+    lower(block_methods(example_kind(block), 1.0), tmp_path / "p.pte", "xnnpack")
+    assert gc.get_freeze_count() == 0
+    assert copy.deepcopy(record) is not record
+    assert copy.deepcopy(record) == record
 
 
 def test_a_captured_weight_is_refused():

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,9 +94,15 @@ def test_version_2_writes_limits_and_reads_counters(tree):
 
 def test_version_2_goes_without_controllers_that_are_not_delegated(tree):
     tree.files = V2_FILES[:3]
+    (tree.root / "cgroup.controllers").write_text("memory pids\n")
     group = CgroupV2(tree.root)
     assert group.controllers == ("memory",)
+    assert group.missing == dict.fromkeys(("cpu", "io"), "not delegated to this group")
     assert group.counters().throttled_seconds is None
+    (tree.root / "cgroup.controllers").write_text("pids\n")
+    (tree.root / "cgroup.subtree_control").write_text("pids\n")
+    with pytest.raises(OSError, match="not delegated"):
+        CgroupV2(tree.root)
 
 
 def test_version_2_is_chosen_where_memory_is_in_it(tree):
@@ -137,8 +144,26 @@ def test_a_user_whom_nothing_is_delegated_gets_a_scope_of_systemds(tree, tmp_pat
     scope.limit_memory(2 * MIB)  # no longer there: nothing to limit, the last counts stay
     assert scope.counters().oom_kills == 1
     (tmp_path / "proc" / "77" / "cgroup").write_text("0::/session.slice\n")
-    with pytest.raises(OSError, match="without a memory limit of ours"):
+    (tmp_path / "proc" / "77" / "stat").write_text("77 (systemd-run) Z 1")
+    with pytest.raises(OSError, match=r"process 77 is in /session.slice, expected a scope pocketdit-emulate-"):
         scope.adopt(77)
+
+
+def test_a_process_that_systemd_has_not_moved_yet_is_waited_for(tree, tmp_path):
+    scope = CgroupV2Scope(tree.root, tmp_path / "proc")
+    scope.command()
+    place = tmp_path / "proc" / "77" / "cgroup"
+    place.parent.mkdir(parents=True)
+    place.write_text("0::/session.slice\n")
+    (place.parent / "stat").write_text("77 (systemd-run) S 1")
+    name = f"{PREFIX}{os.getpid()}-1.scope"
+    tree.fill(tree.root / "user" / name)
+    moves = threading.Timer(0.2, place.write_text, (f"0::/user/{name}\n",))
+    moves.start()
+    scope.adopt(77)
+    moves.join()
+    scope.limit_memory(64 * MIB)
+    assert (tree.root / "user" / name / "memory.max").read_text() == str(64 * MIB)
 
 
 def test_a_user_without_systemd_either_is_only_sampled_and_told_why(tree, monkeypatch):

@@ -1,6 +1,7 @@
 """The harness: what is measured, what ends a run, what is said about it. Runs under whatever limits this machine has."""
 
 import json
+import mmap
 
 import pytest
 
@@ -167,6 +168,27 @@ def test_training_keeps_within_a_budget_it_needs_and_not_within_less(bundle_dir,
     assert run(round(1.25 * need))["verdict"] == "within"
     over = run(max(MIB, round(0.8 * need)))
     assert (over["verdict"], over["exit_status"]) == ("over", 1)
+
+
+def test_what_a_killed_process_wrote_stands_under_what_it_was_for(bundle_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    values = {"steps": 12, "faults": ("kill",), "seed": 0}  # after step 4, with two checkpoints written
+    made = emulate(Request(bundle=bundle_dir, device=load_device("pixel-8"), run_dir=run_dir, **values))
+    assert made["verdict"] == "within", made["reason"]
+    assert made["faults"][0]["step"] == 4
+    writes, size = made["flash"]["writes"], (run_dir / "checkpoints" / "step_000012.safetensors").stat().st_size
+    # One every second step; the second is written twice if the kill came in the middle of it.
+    assert 6 * size <= writes["checkpoints"] < 7 * (size + 2 * mmap.PAGESIZE)
+    assert sum(writes.values()) == made["flash"]["written_bytes"]
+
+
+def test_a_process_killed_while_it_writes_a_checkpoint_wrote_a_checkpoint(work):
+    made = work("killed_in_a_checkpoint")
+    assert made["verdict"] == "failed"
+    writes = made["flash"]["writes"]
+    assert (writes["checkpoints"], writes["adapter"]) == (24 * MIB, 8 * MIB)
+    # A page more at most: what the process wrote before its work began.
+    assert 0 <= writes["metrics"] - 16 * MIB <= 4 * mmap.PAGESIZE
 
 
 def test_a_folder_that_no_emulation_made_is_left_alone(bundle_dir, tmp_path):

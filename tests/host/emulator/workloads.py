@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,15 @@ def write_files(job: Any) -> None:
             for start in range(0, 24 * MIB, mmap.PAGESIZE):
                 mapped[start] = 1
             time.sleep(0.1)
+
+
+def killed_in_a_checkpoint(job: Any) -> None:
+    """Writes 16 MiB of a log, 8 of an adapter, then ends in the middle of a checkpoint, 24 MiB into it."""
+    with (Path(job.spec["run_dir"]) / "file").open("wb", buffering=0) as file:
+        for phase, size in (("optimizer", 16), ("adapter", 8), ("checkpoint", 24)):
+            job.at(phase, 1, None)
+            file.write(bytes(size * MIB))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def burst(job: Any) -> None:
