@@ -21,8 +21,8 @@ from host.baselines.lora_fa import LoraFA
 from host.baselines.ours import Ours
 from host.baselines.textual_inversion import TextualInversion
 from host.baselines.zoodip import Zoodip
-from host.block_profile import shipped_profiles
 from host.config import Config, read_tables, resolve
+from host.cut import shipped_profiles
 from host.demo import SETTINGS
 from host.generate import draw
 from host.models import EMBEDDED, ModelFolder
