@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -116,16 +116,16 @@ class Study:
             self._keep(search={name: {str(r): round(t[r], 5) for r in sorted(t)} for name, t in tried.items()})
         return {name: max(scores, key=scores.__getitem__) for name, scores in tried.items()}
 
-    def _all(self, jobs: Iterable[Job]) -> None:
-        open_jobs = [job for job in jobs if not (job.dir / "job.json").is_file()]
-        if not open_jobs:
+    def _all(self, jobs: Sequence[Job]) -> None:
+        """Runs and scores what is not done yet; drift is told from the base's pictures, so all are drawn before."""
+        unscored = [job for job in jobs if not (job.dir / "scores.json").is_file()]
+        if not unscored:
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self.workers, mp_context=context) as pool:
-            for number, result in enumerate(pool.map(run_job, open_jobs), 1):
-                print(
-                    f"{number}/{len(open_jobs)} {result['method']} {result['label']} {result['rate']:.0e}", flush=True
-                )
+            for number, done in enumerate(pool.map(run_job, unscored), 1):
+                print(f"{number}/{len(unscored)} {done['method']} {done['label']} {done['rate']:.0e}", flush=True)
+            list(pool.map(scores_of, unscored))
 
     def _score(self, jobs: Sequence[Job]) -> None:
         rows = self.found.get("rows", {})

@@ -101,21 +101,19 @@ def methods() -> dict[str, Row]:
 
 
 def ablations() -> dict[str, Row]:
-    """Rows that take the rate found for `ours-50`."""
+    """Rows that take the rate found for `ours-50`; `tail-map` once `benchmarks.tail` has found one."""
     half = selected_cut(0.5)
-    return {
+    rows: dict[str, Row] = {
         "patches-high-to-low": (Ours(title="patches high to low", cut=half, policy="high-to-low"), 0),
         "patches-random": (Ours(title="patches random", cut=half, policy="random"), 0),
         "patches-resize": (Ours(title="resized only", cut=half, policy="resize"), 0),
         "constant": (BlockSkipping(title="constant tail residuals (PyTorch)", cut=half), 0),
         "refresh": (BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1), 0),
-        "tail-map": (BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=_tail_map()), 0),
     }
-
-
-def _tail_map() -> TailMap | None:
-    """What `benchmarks.tail` found; None where it has not run."""
-    return TailMap.load(TAIL_MAP) if TAIL_MAP.is_file() else None
+    if TAIL_MAP.is_file():
+        found = TailMap.load(TAIL_MAP)
+        rows["tail-map"] = (BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found), 0)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from export.ops import FrozenLinears, StoredWeight
-from export.quantize import SCALE, is_linear, row_pieces
+from export.quantize import GROUPS, SCALE, is_linear, row_pieces
 from runtime.errors import ExportError
 from runtime.manifest import Role, TensorSpec
 from runtime.tensor_file import DTYPE_NAMES
@@ -196,7 +196,10 @@ class _WeightInputs:
                 whole[spec.name] = value
             else:
                 pieces.setdefault(spec.name, []).append(value)
-        return whole | {name: StoredWeight(tuple(values), whole.get(name + SCALE)) for name, values in pieces.items()}
+        return whole | {
+            name: StoredWeight(tuple(values), whole.get(name + SCALE), whole.get(name + GROUPS))
+            for name, values in pieces.items()
+        }
 
 
 def example_tensors(tensors: Tensors) -> dict[str, Tensor]:

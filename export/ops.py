@@ -32,7 +32,9 @@ class StoredWeight:
     pieces: tuple[Tensor, ...]
     """(1, o, I) each; int4: (1, o/2, I), two rows to a byte row."""
     scale: Tensor | None = None
-    """(O,) of int8, (O, G) of int4."""
+    """(O,) of int8 and int4."""
+    groups: Tensor | None = None
+    """(O, G) int8 of int4."""
 
     def apply(self, x_1IT: Tensor) -> Tensor:
         """weight @ x, as (T, O). The weight is the left operand, which XNNPACK reads in place."""
@@ -52,24 +54,24 @@ class StoredWeight:
         return _down(total_1TI)
 
     def _row_scaled(self, x_TO: Tensor) -> Tensor:
-        return x_TO * self.scale if self.scale is not None and self.scale.ndim == 1 else x_TO
+        return x_TO * self.scale if self.scale is not None else x_TO
 
     def _widened(self) -> Iterator[tuple[int, Tensor]]:
         """First row and float32 numbers of each piece, one after the other so that their memory is shared."""
         start = 0
         half = sum(piece.shape[1] for piece in self.pieces)
-        scale_OG = self.scale.float() if self.scale is not None and self.scale.ndim == 2 else None
+        groups_OG = _int8_to_float(self.groups) if self.groups is not None else None
         for piece in self.pieces:
             end = start + piece.shape[1]
             if piece.dtype != torch.int8:
                 yield start, piece.float()
-            elif scale_OG is None:
+            elif groups_OG is None:
                 yield start, _int8_to_float(piece)
             else:
                 both = _int8_to_float(piece)
                 high = torch.floor(both * 0.0625)
-                yield start, _group_scaled(high, scale_OG[start:end])
-                yield half + start, _group_scaled(both - high * 16.0 - 8.0, scale_OG[half + start : half + end])
+                yield start, _group_scaled(high, groups_OG[start:end])
+                yield half + start, _group_scaled(both - high * 16.0 - 8.0, groups_OG[half + start : half + end])
             start = end
 
 
@@ -78,9 +80,9 @@ def _int8_to_float(x: Tensor) -> Tensor:
     return torch.ops.quantized_decomposed.dequantize_per_tensor.default(x, 1.0, 0, -128, 127, torch.int8)
 
 
-def _group_scaled(x_1OI: Tensor, scale_OG: Tensor) -> Tensor:
-    rows, groups = scale_OG.shape
-    return (x_1OI.reshape(rows, groups, -1) * scale_OG.reshape(rows, groups, 1)).reshape(x_1OI.shape)
+def _group_scaled(x_1OI: Tensor, groups_OG: Tensor) -> Tensor:
+    rows, groups = groups_OG.shape
+    return (x_1OI.reshape(rows, groups, -1) * groups_OG.reshape(rows, groups, 1)).reshape(x_1OI.shape)
 
 
 def _concatenated(parts: list[Tensor], dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """How the frozen linear weights are stored: float32, float16, bfloat16, int8 or int4. Where a weight loses its bits.
 
-int8 has a float32 scale per row. int4 has a bfloat16 scale, of either sign, per row and group of 64 columns; row r is the
-high half of byte row r, row r + O/2 its low half plus 8. Everything that is no linear weight stays float32.
+int8 has a float32 scale per row. int4 has besides an int8 factor, of either sign, per row and group of 32 columns; row r is
+the high half of byte row r, row r + O/2 its low half plus 8. Everything that is no linear weight stays float32.
 """
 
 import math
@@ -13,14 +13,14 @@ from torch import Tensor
 from runtime.manifest import WeightFormat
 
 FLOATS: dict[WeightFormat, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-GROUP = 64
-"""Most columns that share an int4 scale."""
-CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+GROUP = 32
+"""Most columns that share an int4 factor."""
+CLIPPINGS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a group's number of largest magnitude tried as -8, the end of the int4 range; the smallest squared error wins."""
 PIECE_NUMBERS = 1 << 20
 """Most numbers of a weight that a program holds widened or packed at a time: 4 MiB in float32."""
-SCALE = "_scale"
-"""Follows the weight's name in the name of its scale."""
+SCALE, GROUPS = "_scale", "_groups"
+"""Follow the weight's name in the names of its scale (O,) and of its groups' factors (O, G)."""
 
 
 def is_linear(name: str, value: Tensor) -> bool:
@@ -46,20 +46,21 @@ def stored(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> dict[s
         elif weight_format == "int8" or value.shape[0] % 2:
             out[name], out[name + SCALE] = _int8(value)
         else:
-            out[name], out[name + SCALE] = _int4(value)
+            out[name], out[name + SCALE], out[name + GROUPS] = _int4(value)
     return out
 
 
 def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """The float32 numbers (O, I) a stored linear weight stands for."""
-    value, scale = tensors[name], tensors.get(name + SCALE)
+    value, scale, groups = (tensors.get(name + suffix) for suffix in ("", SCALE, GROUPS))
+    assert value is not None
     if scale is None:
         return value.float()
-    if scale.ndim == 1:
-        return value.float() * scale[:, None]
-    high = torch.div(value, 16, rounding_mode="floor")
-    codes = torch.cat([high, value - 16 * high - 8]).float()
-    return (codes.unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+    if groups is not None:
+        high = torch.div(value, 16, rounding_mode="floor")
+        codes = torch.cat([high, value - 16 * high - 8]).float()
+        value = (codes.unflatten(1, (groups.shape[1], -1)) * groups.float()[..., None]).flatten(1)
+    return value.float() * scale[:, None]
 
 
 def row_pieces(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -74,17 +75,19 @@ def _int8(value: Tensor) -> tuple[Tensor, Tensor]:
     return (value / scale[:, None]).round().to(torch.int8), scale
 
 
-def _int4(value: Tensor) -> tuple[Tensor, Tensor]:
-    groups = value.unflatten(1, (-1, math.gcd(value.shape[1], GROUP)))
+def _int4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = value.abs().amax(1).clamp(min=1e-30) * (CLIPPINGS[0] / 8 / 127)
+    groups = (value / scale[:, None]).unflatten(1, (-1, math.gcd(value.shape[1], GROUP)))
     low_end, high_end = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    # A scale has the sign that gives the far end the sixteenth code: a tenth less squared error than -7 to 7.
-    largest = torch.where(high_end > -low_end, high_end.clamp(min=1e-30), low_end)
+    # A factor has the sign that gives the far end the sixteenth code: a tenth less squared error than -7 to 7.
+    sign = torch.where(high_end > -low_end, -1.0, 1.0)
+    largest = torch.maximum(high_end, -low_end)
     best = torch.full_like(largest, math.inf)
-    scale = torch.zeros_like(largest)
+    factor = torch.zeros_like(largest)
     for share in CLIPPINGS:
-        tried = (largest * (-share / 8)).bfloat16().float()
+        tried = (largest * (share / 8)).round().clamp(1, 127) * sign
         error = ((groups / tried).round().clamp(-8, 7) * tried - groups).square().sum(2, keepdim=True)
-        scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
-    codes = (groups / scale).round().clamp(-8, 7).flatten(1)
+        factor, best = torch.where(error < best, tried, factor), torch.minimum(error, best)
+    codes = (groups / factor).round().clamp(-8, 7).flatten(1)
     high, low = codes.chunk(2)
-    return (high * 16 + low + 8).to(torch.int8), scale[..., 0].bfloat16()
+    return (high * 16 + low + 8).to(torch.int8), scale, factor[..., 0].to(torch.int8)
