@@ -51,7 +51,7 @@ def main() -> None:
                 def run(x: torch.Tensor, index: int = index) -> torch.Tensor:
                     return costs.adapter.run_block(transformer, index, x, conditioning, costs.grid)
 
-                state = checkpoint(run, state, use_reentrant=False)  # type: ignore[assignment]
+                state = checkpoint(run, state, use_reentrant=False)
             (state - target).square().mean().backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()

@@ -60,11 +60,11 @@ def main() -> None:
         row = {"name": name, "step_ms": statistics.median(run["step_ms"] for run in each)}
         row["peak_private_mib"] = max(run["peak_private_bytes"] for run in each) / MIB
         row["rounds"] = each
-        work, _, weight_format = name.partition(" ")
-        if not weight_format.startswith("PyTorch"):
-            bundle = options.work_dir / f"{work}-{weight_format}"
+        work, _, how = name.partition(" ")
+        if not how.startswith("PyTorch"):
+            bundle = options.work_dir / f"{work}-{how}"
             row["planned_private_mib"] = planned_private_bytes(Bundle(bundle, verify_hashes=False)) / MIB
-            row |= _plan_of(work, weight_format)
+            row |= _plan_of(work, how)
             manifest = read_manifest(bundle)
             row["weights_mib"] = sum(manifest.files[block.file].bytes for block in manifest.blocks) / MIB
             if peer := runs.get(f"{work} PyTorch"):

@@ -34,7 +34,7 @@ class TailMap:
             change: (B, S, D) of the tail's input, from what it was when the residual was stored.
             sigmas: (B,) noise levels.
         """
-        band = torch.bucketize(sigmas, self.edges)
+        band = torch.bucketize(sigmas.contiguous(), self.edges)
         return change @ self.down[band] @ self.up[band]
 
     def save(self, path: Path) -> None:
@@ -73,7 +73,7 @@ def fit(change: Tensor, response: Tensor, sigmas: Tensor, *, rank: int, bands: i
             "to the width and at most as many bands as samples."
         )
     edges = torch.quantile(sigmas, torch.linspace(0, 1, bands + 1)[1:-1]) if bands > 1 else torch.empty(0)
-    band = torch.bucketize(sigmas, edges)
+    band = torch.bucketize(sigmas.contiguous(), edges)
     maps = [
         _fit_band(change[band == k].flatten(0, 1), response[band == k].flatten(0, 1), rank, ridge) for k in range(bands)
     ]

@@ -109,10 +109,13 @@ class Trained:
 class Method(Protocol):
     """One way of teaching a base model a subject."""
 
-    title: str
-    """Its row in a table."""
-    learning_rate: float
-    """The rate its authors, or its usual implementation, use: where a search begins."""
+    @property
+    def title(self) -> str:
+        """Its row in a table."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate its authors, or its usual implementation, use: where a search begins."""
 
     def train(self, task: Task, work_dir: Path) -> Trained:
         """Teaches the subject.
