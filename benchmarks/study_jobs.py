@@ -8,6 +8,7 @@ import shutil
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def selected_cut(share: float) -> tuple[int, int]:
     return shipped_profiles()[EMBEDDED].decide(share).cut
 
 
+@cache
 def methods() -> dict[str, Row]:
     """All rows, in the order of the table. The selected half is the last one, so `ours-50` is `last half skipped` as well."""
     half = selected_cut(0.5)
@@ -100,6 +102,7 @@ def methods() -> dict[str, Row]:
     }
 
 
+@cache
 def ablations() -> dict[str, Row]:
     """Rows that take the rate found for `ours-50`; `tail-map` once `benchmarks.tail` has found one."""
     half = selected_cut(0.5)

@@ -52,8 +52,7 @@ def stored(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> dict[s
 
 def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """The float32 numbers (O, I) a stored linear weight stands for."""
-    value, scale, groups = (tensors.get(name + suffix) for suffix in ("", SCALE, GROUPS))
-    assert value is not None
+    value, scale, groups = tensors[name], tensors.get(name + SCALE), tensors.get(name + GROUPS)
     if scale is None:
         return value.float()
     if groups is not None:
