@@ -72,7 +72,7 @@ class Study:
     def run(self) -> dict[str, Any]:
         """Search, then all rows subject by subject, then costs."""
         rates = self._search()
-        rates |= dict.fromkeys(self.scale.ablations, rates.get("ours-50", 0.0))
+        rates |= {name: rates[ablations()[name][1]] for name in self.scale.ablations}
         for label in self.scale.subjects:
             base = base_job(self._job(BASE, label, 0.0))
             wanted = [self._job(name, label, rates[name]) for name in (*self.scale.methods, *self.scale.ablations)]

@@ -67,8 +67,36 @@ BASE = "base"
 STEP = 3.0
 """Factor between the rates of the search."""
 
+EQUAL_COMPUTE = 2.5
+"""Steps of `ours-50` that take as many operations as one of LoRA on whole pictures (`study_costs.py`)."""
+
 Row = tuple[Method, float]
 """A method and the rate its search begins at, on this base: the authors' rates are for models a thousand times as large."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Longer:
+    """A method with more steps than the others get."""
+
+    title: str
+    method: Method
+    times: float
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the method."""
+        return self.method.learning_rate
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """That of the method, if it has one."""
+        return getattr(self.method, "cut", ())
+
+    def train(self, task: Task, work_dir: Path) -> Trained:
+        """See `Method`."""
+        steps, warmup = (round(count * self.times) for count in (task.training.steps, task.training.warmup_steps))
+        longer = replace(task.config, train=replace(task.training, steps=steps, warmup_steps=warmup))
+        return self.method.train(replace(task, config=longer), work_dir)
 
 
 def selected_cut(share: float) -> tuple[int, int]:
@@ -103,20 +131,27 @@ def methods() -> dict[str, Row]:
 
 
 @cache
-def ablations() -> dict[str, Row]:
-    """Rows that take the rate found for `ours-50`; `tail-map` once `benchmarks.tail` has found one."""
+def ablations() -> dict[str, tuple[Method, str]]:
+    """Rows without a search of their own, and the row whose rate each takes; `tail-map` once `benchmarks.tail` found one."""
     half = selected_cut(0.5)
-    rows: dict[str, Row] = {
-        "patches-high-to-low": (Ours(title="patches high to low", cut=half, policy="high-to-low"), 0),
-        "patches-random": (Ours(title="patches random", cut=half, policy="random"), 0),
-        "patches-resize": (Ours(title="resized only", cut=half, policy="resize"), 0),
-        "constant": (BlockSkipping(title="constant tail residuals (PyTorch)", cut=half), 0),
-        "refresh": (BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1), 0),
+    patches, ours = methods()["lora-patches"][0], methods()["ours-50"][0]
+    many = f"{EQUAL_COMPUTE}x the steps"
+    rows: dict[str, Method] = {
+        "patches-high-to-low": Ours(title="patches high to low", cut=half, policy="high-to-low"),
+        "patches-random": Ours(title="patches random", cut=half, policy="random"),
+        "patches-resize": Ours(title="resized only", cut=half, policy="resize"),
+        "constant": BlockSkipping(title="constant tail residuals (PyTorch)", cut=half),
+        "tail-runs": BlockSkipping(title="the frozen tail runs", cut=half, tail_runs=True),
+        "refresh": BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1),
     }
     if TAIL_MAP.is_file():
         found = TailMap.load(TAIL_MAP)
-        rows["tail-map"] = (BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found), 0)
-    return rows
+        rows["tail-map"] = BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found)
+    rows["ours-50-longer"] = Longer(title=f"ours, 50% skipped, {many}", method=ours, times=EQUAL_COMPUTE)
+    longer_patches = Longer(title=f"LoRA, dynamic patches, {many}", method=patches, times=EQUAL_COMPUTE)
+    return {name: (row, "ours-50") for name, row in rows.items()} | {
+        "lora-patches-longer": (longer_patches, "lora-patches")
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,8 @@ class BlockSkipping:
     """Times the tail's residuals are made anew in training, with the LoRA as it is then, evenly spread."""
     tail_map: TailMap | None = None
     """Answers to the change of the tail's input, beside the stored residual."""
+    tail_runs: bool = False
+    """Whether the frozen tail runs in place of its residual: what no stand-in can beat, at the memory and time it saves."""
     policy: PatchPolicy = "low-to-high"
     learning_rate: float = 1e-4
     watch: Watcher = lambda step, pool, transformer: None
@@ -71,7 +73,8 @@ class BlockSkipping:
             # No trained weight lies upstream of the head's end, so its state is taken as it is.
             start = Skipped(head, lambda hidden: hidden if at_head is None else at_head[chosen])
             end = Skipped(tail, lambda hidden: behind_tail(hidden, chosen))
-            return velocity_losses(model, transformer, pool.patches[chosen], guidance, [start, end])
+            skips = [start] if self.tail_runs else [start, end]
+            return velocity_losses(model, transformer, pool.patches[chosen], guidance, skips)
 
         refresh_steps = [task.training.steps * i // (self.refreshes + 1) for i in range(1, self.refreshes + 1)]
 

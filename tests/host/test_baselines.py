@@ -36,6 +36,7 @@ METHODS = {
     "zoodip": (Zoodip(distance=1e-2, directions=5, history=16), 1e-1),
     "skipping-without-residuals": (BlockSkipping(title="x", cut=(1, 2), residuals=False), 1e-2),
     "skipping": (BlockSkipping(title="x", cut=(1, 2), residuals=True), 1e-2),
+    "tail-runs": (BlockSkipping(title="x", cut=(1, 2), tail_runs=True), 1e-2),
     "first-half-skipped": (BlockSkipping(title="x", cut=(2, 0), residuals=True), 1e-2),
     "last-half-skipped": (BlockSkipping(title="x", cut=(0, 2), residuals=True), 1e-2),
     "ours": (Ours(title="ours", cut=(1, 2)), 1e-2),
@@ -117,6 +118,7 @@ def test_a_method_learns_and_touches_what_it_should(task, method, tmp_path):
             "hollowed-net": [blocks[i] for i in range(len(blocks)) if i not in hollow_of(len(blocks))],
             "skipping": blocks[1:-2],
             "skipping-without-residuals": blocks[1:-2],
+            "tail-runs": blocks[1:-2],
             "ours": blocks[1:-2],
             "first-half-skipped": blocks[2:],
             "last-half-skipped": blocks[:-2],
@@ -166,6 +168,12 @@ def test_an_untrained_skip_with_residuals_is_the_base_itself(task, tmp_path):
     )
     assert with_residuals == pytest.approx(float(base), rel=1e-5)
     assert without != pytest.approx(float(base), rel=1e-3)
+    longer = replace(task, config=with_training(task, steps=3, learning_rate=1e-2))
+    stored, running = (
+        BlockSkipping(title="x", cut=(1, 2), tail_runs=runs).train(longer, tmp_path).losses for runs in (False, True)
+    )
+    assert running[0] == pytest.approx(stored[0], rel=1e-5)
+    assert running[-1] != pytest.approx(stored[-1], rel=1e-5), "the tail answers once the middle has moved"
     whole = range(len(pool.model.adapter.blocks(transformer)))
     first, second, both = span_residuals(pool, transformer, [whole[:2], whole[2:], whole])
     torch.testing.assert_close(first + second, both, rtol=1e-4, atol=1e-5)
