@@ -47,6 +47,15 @@ SUBJECTS = {
 """Held-out labels and their class. None was used to choose a setting or a cut."""
 TUNING = {"trophy": "cup", "garlic": "vegetable"}
 """Held-out labels on which rates are chosen."""
+TAIL_SUBJECTS = {
+    "bubbles": "soap",
+    "scroll": "paper",
+    "sloth": "animal",
+    "sparkles": "light",
+    "spoon": "cutlery",
+    "volcano": "mountain",
+}
+"""The other held-out labels: `tail.py` fits its maps to them, beside those of TUNING."""
 PROMPT_BACKGROUNDS = (
     "the beach",
     "a brick wall",
@@ -195,7 +204,7 @@ def task(job: Job) -> Task:
         config=settings(job.rate, job.steps),
         photos_dir=job.photos_dir,
         words=job.label,
-        class_words=(SUBJECTS | TUNING)[job.label],
+        class_words=(SUBJECTS | TUNING | TAIL_SUBJECTS)[job.label],
         prior_prompts=prior,
     )
 

@@ -134,7 +134,7 @@ def block_methods(kind: BlockKind, lora_scale: float) -> dict[str, Method]:
 
 def block_traceables(kind: BlockKind, lora_scale: float) -> dict[str, Traceable]:
     """As `block_methods`, before tracing."""
-    weights, lora_names = _WeightInputs(kind.weights), list(kind.lora)
+    weights, lora_names = _WeightInputs(kind.weights, kind.hidden.numel()), list(kind.lora)
     num_conditioning, num_weights = len(kind.conditioning), len(weights.specs)
 
     def run(hidden: Tensor, flat: Sequence[Tensor], lora: Sequence[Tensor]) -> Tensor:
@@ -173,7 +173,7 @@ class _WeightInputs:
     """The program inputs of stored weights: those of linear layers in pieces of their rows, with an axis of size 1 in
     front, so that products take them without a copy."""
 
-    def __init__(self, weights: Tensors) -> None:
+    def __init__(self, weights: Tensors, state_numbers: int) -> None:
         specs: list[TensorSpec] = []
         examples: list[Tensor] = []
         for name, value in weights.items():
@@ -181,7 +181,8 @@ class _WeightInputs:
                 specs += _specs("weight", {name: value})
                 examples.append(value)
                 continue
-            for start, end in row_pieces(*value.shape):
+            rows, columns = value.shape
+            for start, end in row_pieces(rows, columns, state_numbers):
                 piece = value[start:end].unsqueeze(0)
                 specs += [replace(spec, rows=(start, end)) for spec in _specs("weight", {name: piece})]
                 examples.append(piece)
@@ -215,7 +216,7 @@ def loss_method(head: LossHead) -> dict[str, Method]:
 
 def loss_traceable(head: LossHead) -> Traceable:
     """As `loss_method`, before tracing."""
-    weights = _WeightInputs(head.weights)
+    weights = _WeightInputs(head.weights, head.hidden.numel())
     num_conditioning = len(head.conditioning)
     num_prompt = head.hidden.shape[0] - head.tail_residual.shape[0]
 

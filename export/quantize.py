@@ -17,8 +17,9 @@ GROUP = 32
 """Most columns that share an int4 factor."""
 CLIPPINGS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a group's number of largest magnitude tried as -8, the end of the int4 range; the smallest squared error wins."""
-PIECE_NUMBERS = 1 << 20
-"""Most numbers of a weight that a program holds widened or packed at a time: 4 MiB in float32."""
+PIECE_NUMBERS, PIECE_STATES = 1 << 20, 4
+"""Most numbers of a weight that a program holds widened or packed at a time: 4 MiB in float32, or as many as four hidden
+states, the size of a feed-forward layer's activations, where that is more. Every piece costs nodes, so time to export."""
 SCALE, GROUPS = "_scale", "_groups"
 """Follow the weight's name in the names of its scale (O,) and of its groups' factors (O, G)."""
 
@@ -62,9 +63,16 @@ def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return value.float() * scale[:, None]
 
 
-def row_pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """First row and end of each piece of a weight: equal but for the last, at most `PIECE_NUMBERS` numbers or a row."""
-    count = -(-rows // max(1, PIECE_NUMBERS // columns))
+def row_pieces(rows: int, columns: int, state_numbers: int) -> list[tuple[int, int]]:
+    """First row and end of each piece of a weight, equal but for the last; a row at least.
+
+    Args:
+        rows: Of the weight as it is stored.
+        columns: Of the weight.
+        state_numbers: Numbers of the hidden state the block takes.
+    """
+    most = max(PIECE_NUMBERS, PIECE_STATES * state_numbers)
+    count = -(-rows // max(1, most // columns))
     size = -(-rows // count)
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 

@@ -59,13 +59,17 @@ def test_what_float16_cannot_hold_is_refused():
         quantize.stored({"a.weight": torch.full((2, 2), 1e5)}, "fp16")
 
 
+@pytest.mark.parametrize("state_numbers", [64 * 1152, 384 * 3072])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (1152, 1152), (5760, 1152), (3072, 15360)])
-def test_pieces_cover_all_rows_and_are_small(rows, columns):
-    pieces = quantize.row_pieces(rows, columns)
+def test_pieces_cover_all_rows_and_are_small(rows, columns, state_numbers):
+    pieces = quantize.row_pieces(rows, columns, state_numbers)
+    most = max(quantize.PIECE_NUMBERS, 4 * state_numbers)
     assert pieces[0][0] == 0
     assert pieces[-1][1] == rows
     assert all(end == start for (_, end), (start, _) in zip(pieces, pieces[1:], strict=False))
-    assert all(1 <= (end - start) * columns <= max(quantize.PIECE_NUMBERS, columns) for start, end in pieces)
+    assert all(1 <= (end - start) * columns <= max(most, columns) for start, end in pieces)
+    # None of them could be larger by a piece: each is more than half of what it may be.
+    assert all((end - start) * columns > most / 2 for start, end in pieces[:-1])
 
 
 def example(weight_format, seed=0):
@@ -101,7 +105,9 @@ def example(weight_format, seed=0):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_programs_compute_with_the_numbers_the_format_stands_for(weight_format, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize, "PIECE_NUMBERS", 1500)  # several pieces a layer, more than are concatenated at a time
+    # Several pieces a layer, more than are concatenated at a time.
+    monkeypatch.setattr(quantize, "PIECE_NUMBERS", 1500)
+    monkeypatch.setattr(quantize, "PIECE_STATES", 0)
     kind, plain = example(weight_format)
     spec = lower(block_methods(kind, 1.5), tmp_path / "p.pte", "xnnpack")
     module = portable_lib._load_for_executorch(str(tmp_path / "p.pte"))
