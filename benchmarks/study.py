@@ -21,9 +21,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study_jobs import BASE, STEP, SUBJECTS, TUNING, WORK, Job, ablations, base_job, methods, run_job
+from benchmarks.study_jobs import (
+    BASE,
+    STEP,
+    SUBJECTS,
+    TUNING,
+    WORK,
+    Job,
+    ablations,
+    base_job,
+    methods,
+    run_job,
+    side_of,
+)
 from benchmarks.study_page import write_sheet
 from benchmarks.study_scores import scores_of, tuning_score
+from host.tiny_base import world
 from host.tiny_base.subject import write_subject
 from runtime import atomic
 
@@ -72,7 +85,7 @@ class Study:
     def run(self) -> dict[str, Any]:
         """Search, then all rows subject by subject, then costs."""
         rates = self._search()
-        rates |= {name: rates[ablations()[name][1]] for name in self.scale.ablations}
+        rates |= {name: rates[ablations()[name].rate_of] for name in self.scale.ablations}
         for label in self.scale.subjects:
             base = base_job(self._job(BASE, label, 0.0))
             wanted = [self._job(name, label, rates[name]) for name in (*self.scale.methods, *self.scale.ablations)]
@@ -91,6 +104,7 @@ class Study:
         return job.label in row.get("subjects", {}) and row["rate"] == rounded(job.rate)
 
     def _job(self, method: str, label: str, rate: float, drift: bool = True) -> Job:
+        drift = drift and side_of(method) == world.SIDE
         return Job(method=method, label=label, rate=rate, steps=self.scale.steps, work=self.work, drift=drift)
 
     def _search(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.study_jobs import Job, methods, task
+from benchmarks.study_jobs import Job, method_of, task
 from host.baselines.base import Task
 from host.baselines.ours import Ours
 from host.models import EMBEDDED, ModelFolder
@@ -43,7 +43,7 @@ def cost(name: str, work: Path) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     watch = MemoryWatch()
-    method = methods()[name][0]
+    method = method_of(name)
     job = Job(method=name, label=LABEL, rate=1e-4, steps=STEPS, work=work)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(method, Ours):

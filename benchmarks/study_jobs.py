@@ -139,12 +139,24 @@ def methods() -> dict[str, Row]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """A row without a search of its own."""
+
+    method: Method
+    rate_of: str = "ours-50"
+    """The row whose rate it takes."""
+    side: int = world.SIDE
+    """Its pictures', pixels; of another side than the base's they have no drift."""
+
+
 @cache
-def ablations() -> dict[str, tuple[Method, str]]:
-    """Rows without a search of their own, and the row whose rate each takes; `tail-map` once `benchmarks.tail` found one."""
+def ablations() -> dict[str, Ablation]:
+    """The ablations; `tail-map` once `benchmarks.tail` found one."""
     half = selected_cut(0.5)
     patches, ours = methods()["lora-patches"][0], methods()["ours-50"][0]
     many = f"{EQUAL_COMPUTE}x the steps"
+    side = settings(0.0, 0).export.patch_side or world.SIDE
     rows: dict[str, Method] = {
         "patches-high-to-low": Ours(title="patches high to low", cut=half, policy="high-to-low"),
         "patches-random": Ours(title="patches random", cut=half, policy="random"),
@@ -157,10 +169,25 @@ def ablations() -> dict[str, tuple[Method, str]]:
         found = TailMap.load(TAIL_MAP)
         rows["tail-map"] = BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found)
     rows["ours-50-longer"] = Longer(title=f"ours, 50% skipped, {many}", method=ours, times=EQUAL_COMPUTE)
-    longer_patches = Longer(title=f"LoRA, dynamic patches, {many}", method=patches, times=EQUAL_COMPUTE)
-    return {name: (row, "ours-50") for name, row in rows.items()} | {
-        "lora-patches-longer": (longer_patches, "lora-patches")
+    of_patches: dict[str, Method] = {
+        "lora-patches-longer": Longer(title=f"LoRA, dynamic patches, {many}", method=patches, times=EQUAL_COMPUTE),
+        "lora-resize": Lora(title="LoRA, resized only", policy="resize"),
+        "lora-resize-small": Lora(title=f"LoRA, resized only, drawn at its {side} px", policy="resize"),
     }
+    sides = {"lora-resize-small": side}
+    return {name: Ablation(row) for name, row in rows.items()} | {
+        name: Ablation(row, "lora-patches", sides.get(name, world.SIDE)) for name, row in of_patches.items()
+    }
+
+
+def method_of(name: str) -> Method:
+    """The method of a row."""
+    return ablations()[name].method if name in ablations() else methods()[name][0]
+
+
+def side_of(name: str) -> int:
+    """Side of a row's pictures, pixels."""
+    return ablations()[name].side if name in ablations() else world.SIDE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +211,8 @@ class Job:
     @property
     def dir(self) -> Path:
         """Where its pictures and record go."""
-        row = (methods() | ablations()).get(self.method)
-        cut = "".join(f"-{blocks}" for blocks in getattr(row[0], "cut", ())) if row else ""
+        row = None if self.method == BASE else method_of(self.method)
+        cut = "".join(f"-{blocks}" for blocks in getattr(row, "cut", ()))
         return self.work / "jobs" / f"{self.method}{cut}-{self.label.replace(' ', '-')}-{self.rate:.0e}-{self.steps}"
 
 
@@ -238,7 +265,7 @@ def run_job(job: Job) -> dict[str, Any]:
         trained = Trained(model=model, transformer=model.load("transformer"), tensors={}, losses=[])
         result |= {"title": "the base, untrained", "bytes": 0}
     else:
-        method = (methods() | ablations())[job.method][0]
+        method = method_of(job.method)
         start = time.perf_counter()
         trained = method.train(task(job), job.dir / "train")
         result |= {
@@ -268,7 +295,7 @@ def _draw(job: Job, trained: Trained) -> None:
         transformer=trained.transformer,
         steps=config.steps,
         guidance=config.guidance,
-        image_side=world.SIDE,
+        image_side=side_of(job.method),
         label=job.method,
     )
     for (name, _, _), picture in zip(asked, pictures, strict=True):

@@ -62,7 +62,7 @@ def quality_rows(found: dict[str, Any]) -> list[list[str]]:
                 _signed(difference),
                 f"{scores['recognised'].mean:.0%}",
                 _interval(scores["prompt"], 2),
-                _interval(scores["drift"], 3) if name != "base" else "",
+                _interval(scores["drift"], 3) if "drift" in scores and name != "base" else "",
             ]
         )
     return rows

@@ -19,8 +19,9 @@ def test_subjects_and_labels_are_what_they_should_be():
     assert set(study_jobs.DRIFT_LABELS) <= trained
     assert len(study_jobs.PROMPT_BACKGROUNDS) == 6
     assert set(study_jobs.PROMPT_BACKGROUNDS) <= set(world.BACKGROUNDS)
-    rows = study_jobs.methods() | study_jobs.ablations()
-    assert len({method.title for method, _ in rows.values()}) == len(rows)
+    names = [*study_jobs.methods(), *study_jobs.ablations()]
+    assert len({study_jobs.method_of(name).title for name in names}) == len(set(names)) == len(names)
+    assert {row.rate_of for row in study_jobs.ablations().values()} <= study_jobs.methods().keys()
 
 
 def test_the_search_starts_with_three_rates_and_goes_on_beyond_an_edge():
