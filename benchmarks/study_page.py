@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from benchmarks.study_jobs import PROMPT_BACKGROUNDS, Job
+from benchmarks.study_jobs import BASE, PROMPT_BACKGROUNDS, Job, ablations, methods
 from host import page
 from host.evaluate import Summary, summarise, summarise_difference
 from runtime import atomic
@@ -19,8 +19,11 @@ from runtime.memory import MIB
 
 RESULTS = Path(__file__).parent / "results"
 SCORES = ("subject", "recognised", "prompt", "drift")
-REFERENCE = "lora"
-"""What the other rows' subject fidelity is compared with, picture by picture."""
+REFERENCE, OURS = "lora", "ours-50"
+"""What the methods', and what the ablations' subject fidelity is compared with, picture by picture."""
+OVERVIEW = (BASE, "lora", "dreambooth-prior", "hollowed-net", "lora-patches", "lora-resize-small", "ours-50")
+OVERVIEW_SUBJECT = "wind-chime"
+"""Rows and subject of the README's picture."""
 TILE, TITLE_WIDTH, HEAD = 96, 270, 24
 
 
@@ -48,12 +51,13 @@ def against(row: dict[str, Any], reference: dict[str, Any], score: str = "subjec
     return summarise_difference(own, others, names)
 
 
-def quality_rows(found: dict[str, Any]) -> list[list[str]]:
-    """Cells of the table of quality, one row a method."""
+def quality_rows(found: dict[str, Any], names: Sequence[str], reference: str) -> list[list[str]]:
+    """Cells of a table of quality, one row a method."""
     rows = []
-    for name, row in found["rows"].items():
+    for name in names:
+        row = found["rows"][name]
         scores = summaries(row)
-        difference = None if name == REFERENCE else against(row, found["rows"][REFERENCE])
+        difference = None if name == reference else against(row, found["rows"][reference])
         rows.append(
             [
                 row["title"],
@@ -68,7 +72,19 @@ def quality_rows(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-QUALITY_HEAD = ("method", "rate", "subject", "to LoRA", "recognised", "prompt", "drift")
+def parted(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of the base and the methods, and of the ablations with what they are compared with."""
+    compared = [name for name in found["rows"] if name not in ablations()]
+    others = [name for name in found["rows"] if name in ablations()]
+    return compared, [OURS, *others] if others else []
+
+
+def quality_head(reference: str) -> tuple[str, ...]:
+    """Heads of the columns of `quality_rows`."""
+    return ("method", "rate", "subject", f"to {SHORT[reference]}", "recognised", "prompt", "drift")
+
+
+SHORT = {REFERENCE: "LoRA", OURS: "ours, 50%"}
 COST_HEAD = ("method", "private memory", "step", "all steps", "GFLOP a step", "result", "on flash to train")
 
 
@@ -130,6 +146,19 @@ def write_sheet(jobs: Sequence[tuple[str, Job]], path: Path) -> None:
         sheet.save(temp, format="JPEG", quality=86)
 
 
+def write_overview(sheet: Path, path: Path) -> None:
+    """A few rows of a subject's sheet, for the README."""
+    whole, rows = Image.open(sheet), [BASE, *methods(), *ablations()]
+    bands = [(0, HEAD + TILE)] + [(HEAD + TILE * (rows.index(name) + 1), TILE) for name in OVERVIEW]
+    picture = Image.new("RGB", (whole.width, sum(height for _, height in bands)))
+    place = 0
+    for top, height in bands:
+        picture.paste(whole.crop((0, top, whole.width, top + height)), (0, place))
+        place += height
+    with atomic.atomic_path(path) as temp:
+        picture.save(temp, format="JPEG", quality=86)
+
+
 def make_page(found: dict[str, Any], folder: Path) -> str:
     """The whole page."""
     first = next(iter(found["rows"].values()))
@@ -140,6 +169,7 @@ def make_page(found: dict[str, Any], folder: Path) -> str:
         f'<p class="verdict">{len(found["rows"])} rows, {count} held-out subjects, {pictures} pictures a row, '
         f"{found['steps']} optimizer steps of four samples each, every rate found by the same search.</p></div></header>"
     )
+    compared, others = parted(found)
     body += page.section(
         "quality",
         "Quality",
@@ -147,8 +177,15 @@ def make_page(found: dict[str, Any], folder: Path) -> str:
         "EfficientNet-Lite2 features to the photos. To LoRA: the same, paired by picture. Recognised: the nearest of 137 "
         "labels is the subject's. Prompt: probability of the background asked for. Drift: 1 - cosine to the base's picture on "
         "prompts without the subject.",
-        page.table(QUALITY_HEAD, quality_rows(found)),
+        page.table(quality_head(REFERENCE), quality_rows(found, compared, REFERENCE)),
     )
+    if others:
+        body += page.section(
+            "ablations",
+            "What matters",
+            "Ablations, at the rate found for the row they belong to.",
+            page.table(quality_head(OURS), quality_rows(found, others, OURS)),
+        )
     if found.get("costs"):
         body += page.section(
             "costs",
@@ -171,7 +208,10 @@ def main() -> None:
     found = json.loads((RESULTS / "study.json").read_text())
     with atomic.atomic_path(RESULTS / "study.html") as temp:
         temp.write_text(make_page(found, RESULTS))
-    print(markdown(QUALITY_HEAD, quality_rows(found)))
+    write_overview(RESULTS / "study" / f"{OVERVIEW_SUBJECT}.jpg", RESULTS / "study.jpg")
+    compared, others = parted(found)
+    print(markdown(quality_head(REFERENCE), quality_rows(found, compared, REFERENCE)))
+    print(f"\n{markdown(quality_head(OURS), quality_rows(found, others, OURS))}")
     if found.get("costs"):
         print(f"\n{markdown(COST_HEAD, cost_rows(found))}")
 

@@ -64,7 +64,8 @@ FOUND = {
 
 
 def test_the_tables_hold_the_means_and_the_differences_of_pairs():
-    base, lora = study_page.quality_rows(FOUND)
+    assert study_page.parted(FOUND) == (["base", "lora"], [])
+    base, lora = study_page.quality_rows(FOUND, ["base", "lora"], "lora")
     assert base[0] == "base"
     # Only subject a is in both rows: 0.2 - 0.5.
     assert base[3].startswith("-0.300 (")
@@ -83,6 +84,21 @@ def test_the_page_embeds_the_sheets(tmp_path):
     assert "data:image/jpeg;base64," in html
     assert "wind chime" in html
     assert "no picture" not in html
+
+
+def test_the_overview_has_the_rows_it_names(tmp_path):
+    rows = [study_jobs.BASE, *study_jobs.methods(), *study_jobs.ablations()]
+    tile, head = study_page.TILE, study_page.HEAD
+    sheet = Image.new("RGB", (50, head + tile * (len(rows) + 1)), "white")
+    for number in range(len(rows)):
+        sheet.paste((0, 0, 8 * number), (0, head + tile * (number + 1), 50, head + tile * (number + 2)))
+    sheet.save(tmp_path / "sheet.jpg", quality=100)
+    study_page.write_overview(tmp_path / "sheet.jpg", tmp_path / "overview.jpg")
+    overview = Image.open(tmp_path / "overview.jpg")
+    assert overview.height == head + tile * (len(study_page.OVERVIEW) + 1)
+    for place, name in enumerate(study_page.OVERVIEW, 1):
+        blue = overview.getpixel((25, head + tile * place + tile // 2))[2]
+        assert abs(blue - 8 * rows.index(name)) < 4, name
 
 
 @pytest.mark.long
