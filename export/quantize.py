@@ -17,9 +17,9 @@ GROUP = 32
 """Most columns that share an int4 factor."""
 CLIPPINGS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a group's number of largest magnitude tried as -8, the end of the int4 range; the smallest squared error wins."""
-PIECE_NUMBERS, PIECE_STATES = 1 << 20, 4
-"""Most numbers of a weight that a program holds widened or packed at a time: 4 MiB in float32, or as many as four hidden
-states, the size of a feed-forward layer's activations, where that is more. Every piece costs nodes, so time to export."""
+PIECE_NUMBERS, LARGEST_PIECE, PIECE_STATES = 1 << 20, 1 << 22, 4
+"""Most numbers of a weight that a program holds widened or packed at a time: as many as four hidden states, the size of a
+feed-forward layer's activations, within 4 and 16 MiB in float32. Every piece costs nodes, so time to export."""
 SCALE, GROUPS = "_scale", "_groups"
 """Follow the weight's name in the names of its scale (O,) and of its groups' factors (O, G)."""
 
@@ -71,7 +71,7 @@ def row_pieces(rows: int, columns: int, state_numbers: int) -> list[tuple[int, i
         columns: Of the weight.
         state_numbers: Numbers of the hidden state the block takes.
     """
-    most = max(PIECE_NUMBERS, PIECE_STATES * state_numbers)
+    most = max(PIECE_NUMBERS, min(LARGEST_PIECE, PIECE_STATES * state_numbers))
     count = -(-rows // max(1, most // columns))
     size = -(-rows // count)
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
