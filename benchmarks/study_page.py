@@ -61,7 +61,7 @@ def quality_rows(found: dict[str, Any], names: Sequence[str], reference: str) ->
         rows.append(
             [
                 row["title"],
-                f"{row['rate']:.0e}".replace("e-0", "e-") if row["rate"] else "",
+                f"{row['rate']:g}" if row["rate"] else "",
                 _interval(scores["subject"], 3),
                 _signed(difference),
                 f"{scores['recognised'].mean:.0%}",

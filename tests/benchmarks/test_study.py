@@ -69,7 +69,7 @@ def test_the_tables_hold_the_means_and_the_differences_of_pairs():
     assert base[0] == "base"
     # Only subject a is in both rows: 0.2 - 0.5.
     assert base[3].startswith("-0.300 (")
-    assert lora[:2] == ["LoRA", "1e-3"]
+    assert lora[:2] == ["LoRA", "0.001"]
     assert lora[2].startswith("0.550 (")
     assert lora[4] == "75%"
     assert lora[5].startswith("0.88 (")
