@@ -507,7 +507,7 @@ def _emulate(options: argparse.Namespace) -> dict[str, Any]:
         require_enforcement=options.require_enforcement,
         command=tuple(sys.argv),
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: the process and its groups go too
+    _interrupt_on_signal()  # the process and its groups go too
     try:
         made = emulate(request, _Now(show=not options.json))
     except KeyboardInterrupt:
@@ -570,7 +570,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         say(f"{len(missing)} pictures to draw with seeds {', '.join(map(str, seeds))}, into {output_dir}")
         names = {run.name: [prompt.drawn for prompt in run.prompts] for run in evaluation.runs}
         return {"status": "dry-run", "pictures": len(missing), "prompts": names, "output": str(output_dir)}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _interrupt_on_signal()
     try:
         made = evaluation.run(say)
     except KeyboardInterrupt:
@@ -691,6 +691,12 @@ class _StepLine:
                 f"peak {row['peak_private_bytes'] / MIB:.0f} MiB | eta {eta_min:.1f} min",
                 flush=True,
             )
+
+
+def _interrupt_on_signal() -> None:
+    """SIGTERM ends a command as Ctrl-C does; so does SIGINT where a shell started it in the background, ignoring that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _stop_on_signal() -> Callable[[], bool]:

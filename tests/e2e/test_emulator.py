@@ -104,7 +104,13 @@ def test_kill_and_low_memory_lose_nothing(bundle_dir, tmp_path):
 def test_whatever_ends_the_emulator_ends_the_process_and_leaves_no_group(bundle_dir, tmp_path, number):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "host.cli", "emulate", str(bundle_dir), "--device", "pixel-8", "--steps", "5000"]
-    parent = subprocess.Popen([*command, "--run", str(run)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [*command, "--run", str(run)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a shell starts a job in the background
+    )
     metrics, end = run / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
         time.sleep(0.05)
