@@ -153,30 +153,32 @@ class Ablation:
 @cache
 def ablations() -> dict[str, Ablation]:
     """The ablations; `tail-map` once `benchmarks.tail` found one."""
-    half = selected_cut(0.5)
-    patches, ours = methods()["lora-patches"][0], methods()["ours-50"][0]
-    many = f"{EQUAL_COMPUTE}x the steps"
-    side = settings(0.0, 0).export.patch_side or world.SIDE
-    rows: dict[str, Method] = {
-        "patches-high-to-low": Ours(title="patches high to low", cut=half, policy="high-to-low"),
-        "patches-random": Ours(title="patches random", cut=half, policy="random"),
-        "patches-resize": Ours(title="resized only", cut=half, policy="resize"),
-        "constant": BlockSkipping(title="constant tail residuals (PyTorch)", cut=half),
-        "tail-runs": BlockSkipping(title="the frozen tail runs", cut=half, tail_runs=True),
-        "refresh": BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1),
+    half, patches = selected_cut(0.5), "lora-patches"
+    side, many = settings(0.0, 0).export.patch_side or world.SIDE, f"{EQUAL_COMPUTE}x the steps"
+    rows = {
+        "patches-high-to-low": Ablation(Ours(title="patches high to low", cut=half, policy="high-to-low")),
+        "patches-random": Ablation(Ours(title="patches random", cut=half, policy="random")),
+        "patches-resize": Ablation(Ours(title="resized only", cut=half, policy="resize")),
+        "constant": Ablation(BlockSkipping(title="constant tail residuals (PyTorch)", cut=half)),
+        "tail-runs": Ablation(BlockSkipping(title="the frozen tail runs", cut=half, tail_runs=True)),
+        "refresh": Ablation(BlockSkipping(title="tail residuals made anew half-way", cut=half, refreshes=1)),
     }
     if TAIL_MAP.is_file():
         found = TailMap.load(TAIL_MAP)
-        rows["tail-map"] = BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found)
-    rows["ours-50-longer"] = Longer(title=f"ours, 50% skipped, {many}", method=ours, times=EQUAL_COMPUTE)
-    of_patches: dict[str, Method] = {
-        "lora-patches-longer": Longer(title=f"LoRA, dynamic patches, {many}", method=patches, times=EQUAL_COMPUTE),
-        "lora-resize": Lora(title="LoRA, resized only", policy="resize"),
-        "lora-resize-small": Lora(title=f"LoRA, resized only, drawn at its {side} px", policy="resize"),
-    }
-    sides = {"lora-resize-small": side}
-    return {name: Ablation(row) for name, row in rows.items()} | {
-        name: Ablation(row, "lora-patches", sides.get(name, world.SIDE)) for name, row in of_patches.items()
+        rows["tail-map"] = Ablation(
+            BlockSkipping(title="a low-rank map answers for the tail", cut=half, tail_map=found)
+        )
+    return rows | {
+        "ours-50-longer": Ablation(
+            Longer(title=f"ours, 50% skipped, {many}", method=methods()["ours-50"][0], times=EQUAL_COMPUTE)
+        ),
+        "lora-patches-longer": Ablation(
+            Longer(title=f"LoRA, dynamic patches, {many}", method=methods()[patches][0], times=EQUAL_COMPUTE), patches
+        ),
+        "lora-resize": Ablation(Lora(title="LoRA, resized only", policy="resize"), patches),
+        "lora-resize-small": Ablation(
+            Lora(title=f"LoRA, resized only, drawn at its {side} px", policy="resize"), patches, side
+        ),
     }
 
 
