@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.backends.xnnpack import _passes as xnnpack_passes
+from executorch.backends.xnnpack import xnnpack_preprocess
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig, to_edge
 from executorch.exir.passes import MemoryPlanningPass
 from torch.fx.traceback import NodeSource
 
@@ -50,12 +53,7 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
         ExportError: An operator has no kernel in the runtime, or the program holds more than code.
     """
     with _quiet(), _shared_provenance(), _imports_uncollected():
-        edge = to_edge_transform_and_lower(
-            {name: method.program for name, method in methods.items()},
-            partitioner=partitioners(backend),
-            # The graphs hold gradients, which are outside the core ATen set that this validity check knows.
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
+        edge = delegated(methods, backend)
         for name, method in methods.items():
             _require_kernels(name, method, edge.exported_program(name))
         lowered = edge.to_executorch(
@@ -84,13 +82,16 @@ def lower(methods: Mapping[str, Method], path: Path, backend: Backend) -> Progra
     )
 
 
-def partitioners(backend: Backend) -> list[Any]:
-    """What hands operators to a backend."""
+def delegated(methods: Mapping[str, Method], backend: Backend) -> EdgeProgramManager:
+    """The methods in ExecuTorch's edge dialect, what the backend takes handed to it."""
+    programs = {name: method.program for name, method in methods.items()}
+    # The graphs hold gradients, which are outside the core ATen set that this validity check knows. Nothing in them has to be
+    # kept from being decomposed, so they are decomposed once, not three times as `to_edge_transform_and_lower` does.
+    edge = to_edge(programs, compile_config=EdgeCompileConfig(_check_ir_validity=False))
     if backend == "portable":
-        return []
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-
-    return [XnnpackPartitioner()]
+        return edge
+    with _passes_that_apply():
+        return edge.to_backend(XnnpackPartitioner())
 
 
 def runtime_operators() -> frozenset[str]:
@@ -147,6 +148,26 @@ def _shared_provenance() -> Iterator[None]:
         yield
     finally:
         del NodeSource.__deepcopy__  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _passes_that_apply() -> Iterator[None]:
+    """XNNPACK runs 17 passes over what it takes, each traces all of it anew. These five can change our graphs; the others look
+    for constant weights, which ours take as inputs, for observers of quantization, and for interpolation and attention as
+    one operator."""
+    kept = [
+        xnnpack_passes.XNNPACKRemoveCloneOpsTransform,
+        xnnpack_passes.DimOrderOpsRevertPass,
+        xnnpack_passes.DecomposeConcatenate,
+        xnnpack_passes.ChannelsLastTaggedReshapePass,
+        xnnpack_passes.RemoveRedundantCopyPass,
+    ]
+    manager = xnnpack_preprocess.XNNPACKPassManager
+    xnnpack_preprocess.XNNPACKPassManager = lambda program, passes: manager(program, kept)
+    try:
+        yield
+    finally:
+        xnnpack_preprocess.XNNPACKPassManager = manager
 
 
 @contextlib.contextmanager

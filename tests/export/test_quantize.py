@@ -1,5 +1,6 @@
 """Stored weights: their bytes, their errors, and that programs compute with exactly the numbers they stand for."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from export import quantize
 from export.block_programs import BlockKind, block_methods
-from export.lower import lower
+from export.lower import delegated, lower
 from export.ops import softmax_attention, split, split_heads
 from runtime.programs import arguments, portable_lib
 
@@ -136,21 +137,22 @@ def test_programs_compute_with_the_numbers_the_format_stands_for(weight_format, 
 
 @pytest.mark.parametrize("weight_format", ["fp32", "int8", "int4"])
 def test_a_block_is_one_call_of_xnnpack(weight_format, tmp_path):
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
-    from export.lower import partitioners
-
     kind, _ = example(weight_format)
     methods = block_methods(kind, 1.0)
-    edge = to_edge_transform_and_lower(
-        {name: method.program for name, method in methods.items()},
-        partitioner=partitioners("xnnpack"),
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
+    edge = delegated(methods, "xnnpack")
     for name in methods:
         nodes = [n for n in edge.exported_program(name).graph.nodes if n.op == "call_function"]
         targets = [str(n.target) for n in nodes if "getitem" not in str(n.target)]
         assert targets == ["executorch_call_delegate"], targets
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_passes_that_lowering_leaves_out_change_nothing(weight_format, monkeypatch, tmp_path):
+    methods = block_methods(example(weight_format)[0], 1.0)
+    lower(methods, tmp_path / "fewer.pte", "xnnpack")
+    monkeypatch.setattr("export.lower._passes_that_apply", contextlib.nullcontext)
+    lower(methods, tmp_path / "all.pte", "xnnpack")
+    assert (tmp_path / "fewer.pte").read_bytes() == (tmp_path / "all.pte").read_bytes()
 
 
 def test_a_scale_of_another_weight_is_refused(tmp_path):

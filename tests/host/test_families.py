@@ -1,5 +1,6 @@
 """Every family against PEFT and diffusers: tiny random models saved with all their components, loaded offline."""
 
+import contextlib
 import inspect
 import json
 import shutil
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from export.lower import MAX_PROGRAM_BYTES
+from export import lower
 from host.config import GenerateConfig
 from host.exporter import Exporter
 from host.generate import generate
@@ -84,6 +85,13 @@ def exported(family, photos_dir, tmp_path_factory) -> Exporter:
     exporter = Exporter(config, photos_dir, folder / "bundle")
     exporter.run(lambda name, cached, seconds: None)
     return exporter
+
+
+@pytest.mark.long
+def test_passes_that_lowering_leaves_out_change_nothing(exported, monkeypatch, tmp_path):
+    monkeypatch.setattr(lower, "_passes_that_apply", contextlib.nullcontext)
+    exported._make_programs(tmp_path)
+    assert (tmp_path / lower.FILE_NAME).read_bytes() == (exported.bundle_dir / lower.FILE_NAME).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +194,7 @@ def test_blocks_of_one_kind_share_a_program_and_the_file_stays_small(exported):
     bundle = Bundle(exported.bundle_dir)
     assert {block.kind for block in bundle.manifest.blocks} == KINDS[exported.model.adapter.family]
     assert len(bundle.manifest.blocks) == len(exported.blocks)
-    assert bundle.path("programs.pte").stat().st_size < MAX_PROGRAM_BYTES
+    assert bundle.path("programs.pte").stat().st_size < lower.MAX_PROGRAM_BYTES
 
 
 def test_the_adapter_loads_in_the_familys_pipeline_and_changes_its_picture(exported, run_dir):
