@@ -3,6 +3,7 @@
 python -m benchmarks.synthetic sana-0.6b int8 /tmp/bundle
 """
 
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from export import lower, quantize, weights, workspace
-from export.block_programs import BlockKind, LossHead, block_methods, example_tensors, loss_method
+from export.block_programs import BlockKind, LossHead, Method, block_methods, example_tensors, loss_method
 from export.bundle import assemble_bundle
 from host.exporter import program_kinds
 from host.frozen_base import per_block_name
@@ -50,11 +51,14 @@ class Work:
             lora_rank=4,
         )
 
+    def middle(self, costs: ModelCosts) -> range:
+        """The trained blocks."""
+        return range(self.cut[0], len(costs.blocks) - self.cut[1])
+
     def middle_weights(self) -> list[torch.Tensor]:
         """The trained blocks' frozen weights, on the meta device."""
         costs = self.costs()
-        middle = range(self.cut[0], len(costs.blocks) - self.cut[1])
-        return [value for i in middle for value in costs.weights_of(i).values()]
+        return [value for i in self.middle(costs) for value in costs.weights_of(i).values()]
 
 
 SANA_06B = SANA | {
@@ -82,16 +86,44 @@ def random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return torch.randn(value.shape, generator=generator) * size
 
 
+def block_kinds(work: Work, costs: ModelCosts) -> dict[int, str]:
+    """The name of each trained block's program."""
+    return program_kinds({i: (costs.blocks[i].kind, costs.layers[i]) for i in work.middle(costs)})
+
+
+def make_methods(work: Work, costs: ModelCosts, weight_format: manifest.WeightFormat) -> dict[str, Method]:
+    """Exports each kind of trained block, and the loss; shapes are enough for that."""
+    kinds = block_kinds(work, costs)
+    methods: dict[str, Method] = {}
+    for kind in dict.fromkeys(kinds.values()):
+        i = next(i for i in kinds if kinds[i] == kind)
+        lora = weights.initial_lora(costs.weights_of(i), costs.layers[i], costs.rank, torch.Generator())
+        example = BlockKind(
+            name=kind,
+            function=costs.adapter.block_function(costs.transformer, costs.blocks[i].kind, costs.grid),
+            conditioning=example_tensors(costs.inputs[i]),
+            weights=example_tensors(quantize.stored(costs.weights_of(i), weight_format)),
+            lora=lora,
+            **example_tensors({"hidden": costs.hidden[0]}),
+        )
+        methods |= block_methods(example, 1.0)
+    head = LossHead(
+        function=costs.adapter.predict_function(costs.transformer),
+        conditioning=example_tensors({name: costs.conditioning[name][0] for name in costs.adapter.predict_inputs}),
+        weights=example_tensors(costs.adapter.predict_weights(costs.transformer)),
+        **example_tensors(costs.ends()),
+    )
+    return methods | loss_method(head)
+
+
 def make_bundle(
     work: Work, weight_format: manifest.WeightFormat, folder: Path, samples: int = 4
 ) -> manifest.BundleManifest:
     """Writes a bundle that trains as a real one does; only its numbers mean nothing."""
     costs, generator = work.costs(), torch.Generator().manual_seed(0)
-    middle = range(work.cut[0], len(costs.blocks) - work.cut[1])
-    kinds = program_kinds({i: (costs.blocks[i].kind, costs.layers[i]) for i in middle})
+    kinds, middle = block_kinds(work, costs), work.middle(costs)
     parts_dir = folder.with_name(f".{folder.name}.parts")
     parts_dir.mkdir(parents=True, exist_ok=True)
-    methods: dict[str, Any] = {}
     init: dict[str, torch.Tensor] = {}
     for i in middle:
         lora = weights.initial_lora(costs.weights_of(i), costs.layers[i], costs.rank, generator)
@@ -100,33 +132,13 @@ def make_bundle(
         stored = quantize.stored(block, weight_format)
         (parts_dir / weights.block_file(i)).parent.mkdir(exist_ok=True)
         weights.save_weights(parts_dir / weights.block_file(i), stored)
-        if f"{kinds[i]}_forward" not in methods:
-            kind = BlockKind(
-                name=kinds[i],
-                function=costs.adapter.block_function(costs.transformer, costs.blocks[i].kind, costs.grid),
-                conditioning=example_tensors(costs.inputs[i]),
-                weights=example_tensors(stored),
-                lora=lora,
-                **example_tensors({"hidden": costs.hidden[0]}),
-            )
-            methods |= block_methods(kind, 1.0)
     output = {n: random_like(v, generator) for n, v in costs.adapter.predict_weights(costs.transformer).items()}
     weights.save_weights(parts_dir / weights.LOSS_FILE, output)
     weights.save_weights(parts_dir / weights.LORA_FILE, init)
-    predict = {name: costs.conditioning[name][0] for name in costs.adapter.predict_inputs}
-    ends = costs.ends()
-    methods |= loss_method(
-        LossHead(
-            function=costs.adapter.predict_function(costs.transformer),
-            conditioning=example_tensors(predict),
-            weights=example_tensors(output),
-            **example_tensors(ends),
-        )
-    )
-    spec = lower.lower(methods, parts_dir / lower.FILE_NAME, "xnnpack")
+    spec = lower.lower(make_methods(work, costs, weight_format), parts_dir / lower.FILE_NAME, "xnnpack")
     measured = workspace.measure(parts_dir / lower.FILE_NAME, spec)
     own = costs.adapter.per_block_inputs
-    tensors = ends | predict
+    tensors = costs.ends() | {name: costs.conditioning[name][0] for name in costs.adapter.predict_inputs}
     for i in middle:
         tensors |= {per_block_name(i, n) if n in own else n: value for n, value in costs.inputs[i].items()}
     _write_samples(parts_dir / "samples.safetensors", tensors, costs.adapter.prompt_inputs, samples, generator)
@@ -157,8 +169,7 @@ def make_bundle(
     )
     parts = {str(path.relative_to(parts_dir)): path for path in sorted(parts_dir.rglob("*")) if path.is_file()}
     written, _ = assemble_bundle(folder, parts, described, lambda path: None)
-    for path in parts.values():
-        path.unlink()
+    shutil.rmtree(parts_dir)
     return written
 
 
