@@ -34,11 +34,12 @@ check: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# About 50 minutes and 12 GB under /tmp; results in benchmarks/results/.
+# About an hour and 12 GB under /tmp; results in benchmarks/results/.
 benchmark: setup
 	.venv/bin/python -m benchmarks.step
 	.venv/bin/python -m benchmarks.formats
 	.venv/bin/python -m benchmarks.scaling
+	.venv/bin/python -m benchmarks.programs
 
 # Hours on 2 cores; goes on where it stopped. Results in benchmarks/results/study.json.
 study: setup
